@@ -10,7 +10,6 @@ from transformers import Trainer
 import tritonpack
 from tests.ecosystem.training import EXACT, distance, trained
 from tests.integrations.test_setup import PAIRS, Watch, documents_of, make_trainer
-from tritonpack.packing.samplers import ranks
 
 TOKENS = 128
 
@@ -37,25 +36,6 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
         tokens += sum(lengths)
     last = trainer.state.log_history[-1]
     assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
-
-
-class Unreadable(list[Any]):
-    """A dataset that one rank can't read."""
-
-    def __getitem__(self, number: Any) -> Any:
-        raise OSError("no such file")
-
-
-def test_a_rank_that_fails_tells_the_others_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(ranks, "can_compare", lambda num_replicas: True)
-    monkeypatch.setattr(ranks, "compare", lambda subject, mine: told.append(mine["fault"]))
-    for dataset, options in ((Unreadable(PAIRS), {}), (PAIRS, {"documents": lambda pair: pair["answer"]})):
-        told.clear()
-        with pytest.raises(ValueError, match=r"document 0 can't be read: OSError: no such|example 0.*KeyError"):
-            tritonpack.setup(make(tmp_path, train_dataset=dataset), TOKENS, **options)
-        assert len(told) == 1
-        assert told[0].startswith("can't make its loader: ")
 
 
 @pytest.mark.slow

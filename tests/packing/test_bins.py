@@ -12,7 +12,7 @@ from tests.packing.lengths import openchat
 from tritonpack import Units, pack, pack_tree
 from tritonpack.packing import fit_lengths
 from tritonpack.packing.bins import ALGORITHMS, lower_bound
-from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, WindowPacker, longest_first, sort_by_bytes
+from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, longest_first, pack_window, sort_by_bytes
 from tritonpack.packing.stream import _whole_rounds
 
 REPEATABLE = settings(max_examples=80, deadline=None, derandomize=True)
@@ -150,24 +150,27 @@ def test_bins_by_number_and_read_only_lengths():
     assert len(longest_first.signatures) == compiled
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.95, 1.0])
+NONE = np.zeros((3, 0), dtype=np.int64)
+
+
 @pytest.mark.parametrize("window", [1, 2, 7, 50])
-def test_windows_are_those_of_plain_loops(window, threshold):
-    lengths = np.random.default_rng(window).integers(1, 64, 200).astype(np.int32)
+def test_windows_are_those_of_plain_loops(window):
+    lengths = np.random.default_rng(window).integers(1, 64, 200)
     for max_items in (200, 3):
-        packer, bins = WindowPacker(64, max_items, threshold), []
+        carried, bins = NONE, []
         for start in range(0, len(lengths), window):
-            documents, offsets = packer.add(lengths[start : start + window], last=start + window >= len(lengths))
+            own, last = lengths[start : start + window], start + window >= len(lengths)
+            documents, offsets, carried = pack_window(carried, own, start, 64, max_items, last)
             bins += [part.tolist() for part in np.split(documents, offsets[1:-1]) if len(part)]
-        assert bins == naive.windowed(lengths.tolist(), 64, max_items, window, threshold)
+        assert bins == naive.windowed(lengths.tolist(), 64, max_items, window)
 
 
 def test_documents_wait_for_few_windows():
     """With bins that are all 60% full, documents are carried, and the packer holds only a few windows."""
-    packer, none = WindowPacker(100, 10, 0.95), np.zeros(0, dtype=np.int32)
-    assert [each.tolist() for each in packer.add(none, last=True)] == [[], [0]]
+    carried = NONE
+    assert [each.tolist() for each in pack_window(NONE, NONE[0], 0, 100, 10, True)[:2]] == [[], [0]]
     for window in range(10):
-        documents, offsets = packer.add(np.full(8, 60, dtype=np.int32))
+        documents, offsets, carried = pack_window(carried, np.full(8, 60), 8 * window, 100, 10, False)
         waiting = (window + 1) * 8 - MAX_CARRIES * 8
         assert documents.tolist() == (list(range(waiting - 8, waiting)) if waiting > 0 else [])
         assert len(offsets) - 1 == len(documents)
@@ -259,10 +262,10 @@ REFUSED_UNITS = [
     (Units, ([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
     (Units, ([5, 6], [25]), "squares must be 2 integers, one for each unit; got int64 of shape"),
     (Units, ([5], [25.0]), "squares must be 1 integers, one for each unit; got float64"),
-    (Units.of_trees, ([[[1]], []],), "unit 1, a list of sequences of token ids: sequences is empty"),
+    (Units.of_trees, ([[[1]], []],), "unit 1, a list of sequences of token ids: got 0 sequences"),
     (Units.of_trees, ([[[1]], [[1], []]],), "unit 1, .*: sequence 1 is empty"),
     (Units.of_trees, ([[[0.5]]],), "unit 0, .*: sequence 0 needs a row of integers"),
-    (Units.of_trees, ([5, 6],), "unit 0, .*: sequences must be a list .*; got int 5"),
+    (Units.of_trees, ([5, 6],), "unit 0, .*: sequences, and labels, must be a list .*; got int 5"),
     (Units.of_trees, ([[5, 6]],), r"unit 0, .*: sequence 0 needs a row of integers .*shape \(\)"),
 ]
 

@@ -162,13 +162,13 @@ MASKED: dict[str, Any] = {
     "the same tokens": ([-100, -100, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
     "fewer tokens than the mask": ([-100, -100, -100, 8], [0, 0, 1, 1], [-100, -100, -100, 8]),
     "other ids": ([-100, -100, 9, 8], [0, 0, 1, 1], [-100, -100, 9, 8]),
-    "first token, which nothing predicts": ([5, -100, 7, -100], [0, 0, 1, 1], [-100, -100, 7, -100]),
+    "refused: first token": ([5, -100, 7, -100], [0, 0, 1, 1], "5 at token 0"),
     "nothing learned": ([5, 6, 7, 8], [0, 0, 0, 0], [-100] * 4),
     "mask of ones": ([5, 9, 7, 8], [1, 1, 1, 1], [-100, 9, 7, 8]),
     "refused: tokens of their own": ([-100, 6, 7, 8], [0, 0, 1, 1], "6 at token 1"),
     "refused: the other tokens": ([-100, 6, -100, -100], [0, 0, 1, 1], "6 at token 1"),
-    "refused: another id": ([5, 6, 9, 8], [0, 1, 0, 1], "9 at token 2"),
-    "refused: shifted": ([6, 7, 8, -100], [0, 0, 1, 1], "7 at token 1"),
+    "refused: another id": ([-100, 6, 9, 8], [0, 1, 0, 1], "9 at token 2"),
+    "refused: shifted": ([6, 7, 8, -100], [0, 0, 1, 1], "6 at token 0"),
 }
 
 
@@ -224,7 +224,7 @@ def test_masks_beside_each_other_in_rows_and_under_other_objectives() -> None:
         (row | {"labels": [-100, 6, 7, 8]}, {}, "label 7 at token 2, where its assistant_masks is 0"),
         (two | {"labels": [*IDS, -100, 6, -100, 8]}, {}, "document 0 has the label 6 at token 5"),
         (one | {"labels": [5, -100, 7, 8]}, {"objective": "tokens"}, "the label 5 at token 0"),
-        (one | {"labels": [5, 6, 7, 9]}, {"max_document_length": 3}, "the label 6 at token 1"),
+        (one | {"labels": [5, 6, 7, 9]}, {"max_document_length": 3}, "the label 5 at token 0"),
     ):
         with pytest.raises(ValueError, match=message):
             collate(features, **settings)

@@ -204,16 +204,13 @@ class TestStates:
         list(zip(range(2), loader, strict=False))
         other.load_state_dict(loader.state_dict())
         assert one_pass(other) == planned(0, ranks=2, rank=1)[2:]
-        resumed, refused = make(seed=None), make(seed=1)
+        resumed = make(seed=None)
         resumed.load_state_dict(make().state_dict(batches_done=2))
         assert [one_pass(resumed), one_pass(resumed)] == [planned(0)[2:], planned(1)], (
             "without a seed it takes this one"
         )
-        with pytest.raises(ValueError, match="seed was 0 and is 1"):
-            refused.load_state_dict(make().state_dict(batches_done=1))
-        assert one_pass(refused) == planned(0, seed=1)
         with pytest.raises(ValueError, match=r"batches_done must be an integer from 0 to .*, the number of steps"):
-            refused.state_dict(batches_done=10**6)
+            resumed.state_dict(batches_done=10**6)
 
 
 def test_options_reach_collator_dataloader_and_sampler():
@@ -338,8 +335,6 @@ def test_collators_of_the_user_s():
     found = [example for batch in make(IMAGES, 96, collate_fn=Own()) for example in batch["examples"]]
     assert sorted(example["input_ids"][0] for example in found) == list(range(60))
     assert all(isinstance(example, Mapping) and set(example) == {"input_ids", "num_patches"} for example in found)
-    with pytest.raises(ValueError, match=r"collate_fn made \d+ input_ids of examples .*, and a row has at most 96"):
-        list(make(IMAGES, 96, lengths=[1] * 60, collate_fn=Own()))
     expected = [documents_in(batch) for batch in make(UNITS, 96)]
     same = make(PAIRS, 96, documents=of_pair, collate_fn=PackingCollator().__call__, num_workers=2)
     assert [documents_in(batch) for batch in same] == expected

@@ -151,7 +151,7 @@ def test_ranks_share_bins(ranks, count, window):
 
 # options before and after -> what the refusal says; or "", if the bins go on
 SETTINGS = [
-    ({}, {"capacity": 200}, "capacity was 100 and is 200"),
+    ({}, {"capacity": 200}, "the tokens of a row was 100 and is 200"),
     ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
     ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
     ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
@@ -181,19 +181,16 @@ def test_damaged_states():
     stream = make()
     list(islice(stream, 30))
     state = stream.state_dict()
-    wrong = [("more", 1), ("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
-             ("carried", [[10**9, 1, 1]]), ("report", {}), ("waiting", {1}), ("digests", 3)]  # fmt: skip
-    damaged = [({**state, name: value}, f"the state is damaged: .*'{name}'") for name, value in wrong]
+    wrong = [("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
+             ("carried", [[10**9, 1, 1]]), ("too_long", {}), ("waiting", {1}), ("digest", 3)]  # fmt: skip
+    damaged = [({**state, name: value}, "the state is damaged") for name, value in wrong]
     lacking = {name: value for name, value in state.items() if name != "epoch"}
-    damaged += [(lacking, "lacks, or shouldn't have, 'epoch'")]
-    damaged += [(each, "a PackedStream of version 4, .* got") for each in (None, {}, {**state, "version": 3})]
+    others = lacking, {**state, "more": 1}, {**state, "version": 3}, {}, None
+    damaged += [(one, "this isn't a state of version 5 of PackedStream") for one in others]
     for each, message in damaged:
         with pytest.raises(ValueError, match=message):
             stream.load_state_dict(each)
         assert stream.state_dict() == state
-    stream.load_state_dict({**state, "source": "another"})
-    with pytest.raises(ValueError, match="'source' doesn't belong to these documents"):
-        next(iter(stream))
 
 
 def test_states_after_reading_failed_with_less_reading():
@@ -282,7 +279,7 @@ def test_epoch_reaches_documents_also_in_workers_that_stay(documents, workers):
 def test_the_first_worker_warns(options):
     loader = DataLoader(make(Shuffled(), capacity=200), batch_size=None, **options)
     list(loader)
-    with pytest.raises(PackingWarning, match="same-epoch: a stream begins a second pass over epoch 0"):
+    with pytest.raises(PackingWarning, match="same-epoch: a sampler or a stream begins a second pass over epoch 0"):
         list(loader)
 
 

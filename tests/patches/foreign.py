@@ -388,7 +388,7 @@ CASES = {
     "a fused layer": Case(llama, rf"{OWN}.*\(LlamaDecoderLayer\)", replaced(LlamaDecoderLayer, bypass_layers)),
     "a fused model": Case(llama, OWN, replaced(LlamaModel, bypass_all)),
     "a mask of a file": Case(
-        llama, "(needs the packed one|don't stay apart)",
+        llama, "(instead of the mask of the documents|don't stay apart)",
         lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
     ),
     "a mask of a file, for sdpa": Case(

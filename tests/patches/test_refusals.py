@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
     DynamicCache,
-    GitConfig,
-    GitForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )  # fmt: skip
@@ -26,8 +23,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents, relative, told
 from tests.patches.models import COMMON, VOCAB, tiny_model
-from tests.patches.sweep.classes import build
-from tests.patches.sweep.classes import cases
+from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject
 from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
@@ -62,7 +58,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": SEGMENTS.numpy()}, "attention_mask must be .*; got ndarray"),
     ({"attention_mask": {"full_attention": None}, "position_ids": PLACES},
      r"attention_mask is a dict.*position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask"),
-    ({"attention_mask": {}}, "attention_mask is a dict"),
+    ({"attention_mask": {"full_attention": np.ones(3)}}, "attention_mask is a dict"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, "end with the number of tokens, 22"),
     ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 22])}, "never decrease"),
     ({"cu_seq_lens_q": torch.tensor([0, 22]), "cu_seq_lens_k": torch.tensor([0, 2, 22])}, "differ"),
@@ -269,20 +265,12 @@ def of_class(key: str) -> Any:
     return build(next(case for case in cases() if case.key == key))
 
 
-def classifier() -> Any:
-    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **COMMON))
-
-
 def git() -> Any:
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision = {**small, "image_size": 8, "patch_size": 4}
-    config = GitConfig(vocab_size=99, max_position_embeddings=64, pad_token_id=0, vision_config=vision, **small)
-    return GitForCausalLM(config).double().eval()
+    return zoo.tiny_model("git", dtype=torch.float64)
 
 
-def padded(*more: str) -> dict[str, Any]:
-    call = call_of("padded_right")
-    return {name: call[name] for name in ("input_ids", "attention_mask", *more)}
+def padded() -> dict[str, Any]:
+    return call_of("padded_right_mask_alone")
 
 
 TREE = tritonpack.pack_tree([[3, 4, 5, 6], [3, 4, 7], [8, 9]]).inputs()
@@ -299,7 +287,8 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
     (lazily("electra-encoder"), SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
     (lazily("llama"), UNPAD, padded() | {"labels": padded()["input_ids"]},
      r"the label 0 in row 0 would be predicted at token 7, .* to -100"),
-    (lazily("gemma3_text"), {}, call_of(attention_mask={"full_attention": np.ones(3)}), "attention_mask is a dict"),
+    (lambda: of_class("LlamaForTokenClassification/llama"), UNPAD, padded() | {"labels": padded()["input_ids"] % 2},
+     r"the label 0 in row 0 is predicted at token 7, .* and padding isn't computed. Set labels of padding to -100"),
     (git, {}, call_of(pixel_values=torch.randn(1, 3, 8, 8)),
      "GitForCausalLM.* pixel_values.*or pass padded rows to the unpatched model"),
     (lambda: of_class("LukeModel/luke"), {}, call_of(**ENTITIES), f"{NAMES} to its tokens.*Leave {NAMES} out"),
@@ -322,7 +311,7 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
      "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
     (lazily("mamba2"), {}, TREE, "Leave tree_ends and share_prefixes out"),
     (lazily("electra-encoder"), {}, TREE, "Leave tree_ends and share_prefixes out"),
-    (classifier, {}, TREE, "for several documents in"),
+    (lambda: of_class("LlamaForSequenceClassification/llama"), {}, TREE, "several documents"),
 ]  # fmt: skip
 
 

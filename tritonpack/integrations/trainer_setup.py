@@ -22,8 +22,7 @@ from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.reader import Reader, fetch
-from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
-from tritonpack.packing.samplers.resume import describe_changes
+from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.removed import OPTIONS, refuse_removed
 
@@ -172,8 +171,8 @@ class TrainerSetup:
             place = rows._find_place(saved["loader"])
         except ValueError as error:
             raise ValueError(f"{error} Or {_ANEW}.") from error
-        epoch, done = place.epoch, place.done
-        if place.before:
+        epoch, done = place.made.epoch, place.done
+        if place.made.before:
             was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
             changes = describe_changes(was, now) or (
                 f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
@@ -223,21 +222,20 @@ class TrainerSetup:
     def _load(self, epochs: int) -> PackedDataLoader:
         trainer, args = self.trainer, self.trainer.args
         packing = dict(self._packing)
-        with raise_faults_on_all_ranks("loader", args.world_size):
-            packing["labels"] = self._labels = labels_of(trainer, packing.get("labels"))
-            own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
-            check_training(trainer, self._labels, own_form)
-            if packing.get("collate_fn") is not None:  # which makes labels of its own
-                packing.pop("labels")
-            dataset = trainer.train_dataset
-            if self._documents is not None and self._documents.dataset is dataset:
-                packing["lengths"] = self._documents
-            strategy = getattr(args, "train_sampling_strategy", "random")
-            packing |= {
-                "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
-                "seed": args.seed if args.data_seed is None else args.data_seed,
-                "shuffle": strategy != "sequential",
-            }
+        packing["labels"] = self._labels = labels_of(trainer, packing.get("labels"))
+        own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
+        check_training(trainer, self._labels, own_form)
+        if packing.get("collate_fn") is not None:  # which makes labels of its own
+            packing.pop("labels")
+        dataset = trainer.train_dataset
+        if self._documents is not None and self._documents.dataset is dataset:
+            packing["lengths"] = self._documents
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        packing |= {
+            "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "shuffle": strategy != "sequential",
+        }
         # Inside of SequenceParallel, which then counts the ranks of a group as one process.
         sharing = getattr(trainer.accelerator.state, "sharing_group", None)
         place = {"num_replicas": trainer.accelerator.num_processes, "rank": trainer.accelerator.process_index}

@@ -24,9 +24,8 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 class Packing:
     """The documents of each bin, as arrays of entries and the offsets at which bins begin.
 
-    An entry is a whole document, or a piece of a document that was too long.
-
-    Documents of 5, 3, 4 and 2 tokens in bins of 8:
+    An entry is a whole document, or a piece of a document that was too long. Documents of 5, 3, 4 and 2 tokens in bins
+    of 8:
 
     >>> packing = pack([5, 3, 4, 2], capacity=8)
     >>> [items.tolist() for items in packing]
@@ -48,8 +47,7 @@ class Packing:
 
     Attributes:
         items: (entries,) int32, the document of each entry. Bin b holds `items[offsets[b] : offsets[b + 1]]`:
-            ascending, or from long to short after "best_fit_decreasing". A document occurs once, after splitting once
-            per piece, after dropping not at all.
+            ascending, or from long to short after "best_fit_decreasing".
         starts: (entries,) int64, the first token of each entry in its document.
         lengths: (entries,) int32, the tokens of each entry.
         offsets: (num_bins + 1,) int64.
@@ -135,9 +133,8 @@ def pack(
 
     "best_fit_decreasing" needs hardly more bins than any packing must. Its bins go from the longest documents to the
     shortest, so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows
-    at most: bins that are filled to less than 95% are packed again with the next window, up to twice.
-
-    The result depends only on the arguments. The first call on a machine compiles the loop, which takes seconds.
+    at most: bins that are filled to less than 95% are packed again with the next window, up to twice. The first call on
+    a machine compiles the loop, which takes seconds.
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
@@ -184,10 +181,9 @@ def pack(
 def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
     """Martello and Toth's bound L2, in O(documents + capacity); with `max_items`, at least documents / max_items.
 
-    A document above half the capacity is large and needs a bin of its own. For a threshold of at most half the
-    capacity, consider the other documents of at least the threshold. They don't fit beside large documents above
-    capacity - threshold. They fill the room beside the remaining large ones, and the rest of their tokens needs more
-    bins. L2 is the largest number of bins over all thresholds; threshold 0 gives at least tokens / capacity.
+    A document above half the capacity needs a bin of its own. Of the others, those of at least a threshold don't fit
+    beside documents above capacity - threshold. They fill the room beside the remaining large ones, and the rest of
+    their tokens needs more bins. L2 is the largest number over all thresholds; threshold 0 gives tokens / capacity.
 
     26 tokens would fit into three bins of 10. But a 4 doesn't fit beside a 7, so two bins hold the 7s, and the three 4s
     need two more:

@@ -193,92 +193,67 @@ def next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return np.arange(len(lengths)).astype(np.int32), offsets[: num_bins + 1].copy()
 
 
-# The defaults of pack_stream, too, so that it makes the same bins as `pack`.
-WINDOW = 1024  # documents that are packed at a time
+WINDOW = 1024  # documents that are packed at a time; the default of pack_stream, too
 CARRY_THRESHOLD = 0.95  # the filled share of a bin below which its documents are packed again with the next window
 MAX_CARRIES = 2  # more had no measurable benefit
 
 
 def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
     """Best-fit-decreasing of one window after another; arguments and result as for best_fit_decreasing."""
-    packer = WindowPacker(capacity, max_items, CARRY_THRESHOLD)
-    groups = [
-        packer.add(lengths[start : start + WINDOW], last=start + WINDOW >= len(lengths))
-        for start in range(0, len(lengths), WINDOW)
-    ]
-    items = np.concatenate([items for items, _ in groups]).astype(np.int32)
-    sizes = np.concatenate([np.diff(offsets) for _, offsets in groups])
-    return items, np.concatenate([[0], np.cumsum(sizes)])
+    carried, items, sizes = np.zeros((3, 0), dtype=np.int64), [], []
+    for start in range(0, len(lengths), WINDOW):
+        window, last = lengths[start : start + WINDOW], start + WINDOW >= len(lengths)
+        entries, offsets, carried = pack_window(carried, window, start, capacity, max_items, last)
+        items.append(entries)
+        sizes.append(np.diff(offsets))
+    return np.concatenate(items).astype(np.int32), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
 
-class WindowPacker:
-    """Best-fit-decreasing over windows of documents in input order.
+def pack_window(
+    carried: NDArray[np.int64], lengths: NDArray[np.int32], first: int, capacity: int, max_items: int, last: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Best-fit-decreasing of a window of documents, and of the documents that are carried into it.
 
-    At the end of a window, bins that are filled below the share `carry_threshold` are dissolved. Their documents are
-    carried: packed again with the next window. Documents that were carried MAX_CARRIES times are overdue: they are
-    packed before all others, and their bins aren't dissolved. So at most MAX_CARRIES + 1 windows are in memory.
+    Bins that are filled below CARRY_THRESHOLD are dissolved. Their documents are carried: packed again with the next
+    window. Documents that were carried MAX_CARRIES times are overdue: they are packed before all others, and their bins
+    aren't dissolved. So at most MAX_CARRIES + 1 windows are in memory.
 
-    Finished bins are returned in the order of their first documents.
+    Args:
+        carried: (3, documents) int64, the number, the tokens and the carries of each document of earlier windows.
+        lengths: (documents,) integers, each in 1..capacity, of the window's documents.
+        first: the number of the first of these.
+        last: no window follows, so all bins are finished.
+
+    Returns:
+        The finished bins, in the order of their first documents: documents (entries,) int64 and offsets (bins + 1,)
+        int64. And what is carried into the next window.
     """
+    new = np.stack([np.arange(first, first + len(lengths)), lengths, np.zeros(len(lengths), dtype=np.int64)])
+    pieces = np.concatenate([carried, new], axis=1)
+    documents, tokens, carries = pieces
+    if not len(documents):
+        return documents, np.zeros(1, dtype=np.int64), pieces
 
-    def __init__(self, capacity: int, max_items: int, carry_threshold: float) -> None:
-        self.capacity = capacity
-        self.max_items = max_items
-        self.carry_threshold = carry_threshold
-        self._documents = np.zeros(0, dtype=np.int64)
-        self._lengths = np.zeros(0, dtype=np.int32)
-        self._carries = np.zeros(0, dtype=np.int64)
-        self._next_document = 0
+    # Overdue ones first, then from long to short.
+    overdue = carries == MAX_CARRIES
+    order = np.argsort(-(tokens + np.where(overdue, capacity, 0)), kind="stable").astype(np.int32)
+    bins, num_bins = fullest_with_room(tokens[order].astype(np.int32), capacity, max_items)
+    items, offsets = group_by_bin(bins, order, num_bins)
+    starts, sizes = offsets[:-1], np.diff(offsets)
+    done = np.add.reduceat(tokens[items], starts) >= CARRY_THRESHOLD * capacity
+    done |= sizes == max_items
+    done |= np.logical_or.reduceat(overdue[items], starts)
+    done |= last
 
-    @property
-    def carried(self) -> list[list[int]]:
-        """The number, the tokens and the carries of each document that is packed again with the next window."""
-        return np.stack([self._documents, self._lengths, self._carries], axis=1).tolist()
-
-    def restore(self, carried: list[list[int]], next_document: int) -> None:
-        """Go on as a packer that has these documents in `carried` and gives the next document that number."""
-        columns = np.ascontiguousarray(np.array(carried, dtype=np.int64).reshape(-1, 3).T)
-        self._documents, self._lengths, self._carries = columns[0], columns[1].astype(np.int32), columns[2]
-        self._next_document = next_document
-
-    def add(self, lengths: NDArray[np.int32], *, last: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Pack a window and return the finished bins; with `last`, all bins.
-
-        Args:
-            lengths: (documents,) int32, each in 1..capacity.
-            last: no window follows.
-
-        Returns:
-            documents (entries,) int64, numbered in the order they were added, and offsets (bins + 1,) int64.
-        """
-        new = np.arange(self._next_document, self._next_document + len(lengths))
-        self._next_document += len(lengths)
-        documents = np.concatenate([self._documents, new])
-        if not len(documents):
-            return documents, np.zeros(1, dtype=np.int64)
-        lengths = np.concatenate([self._lengths, lengths])
-        carries = np.concatenate([self._carries, np.zeros_like(new)])
-
-        # Overdue ones first, then from long to short.
-        overdue = carries == MAX_CARRIES
-        order = np.argsort(-(lengths + np.where(overdue, self.capacity, 0)), kind="stable").astype(np.int32)
-        bins, num_bins = fullest_with_room(lengths[order], self.capacity, self.max_items)
-        items, offsets = group_by_bin(bins, order, num_bins)
-        starts, sizes = offsets[:-1], np.diff(offsets)
-        done = np.add.reduceat(lengths[items], starts, dtype=np.int64) >= self.carry_threshold * self.capacity
-        done |= sizes == self.max_items
-        done |= np.logical_or.reduceat(overdue[items], starts)
-        done |= last
-
-        # Sort documents within bins, and bins by their first document. Bins that aren't done come last.
-        rank = np.empty(len(sizes), dtype=np.int64)
-        rank[np.lexsort([np.minimum.reduceat(items, starts), ~done])] = np.arange(len(sizes))
-        entries = items[np.lexsort([items, np.repeat(rank, sizes)])]
-        taken = int(sizes[done].sum())
-        kept = np.sort(entries[taken:])
-        self._documents, self._lengths, self._carries = documents[kept], lengths[kept], carries[kept] + 1
-        sizes_done = sizes[np.argsort(rank)][: int(done.sum())]
-        return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
+    # Sort documents within bins, and bins by their first document. Bins that aren't done come last.
+    by_first = np.lexsort([np.minimum.reduceat(items, starts), ~done])
+    rank = np.argsort(by_first)
+    entries = items[np.lexsort([items, np.repeat(rank, sizes)])]
+    sizes = sizes[by_first][: int(done.sum())]
+    taken = int(sizes.sum())
+    carried = pieces[:, np.sort(entries[taken:])]
+    carried[2] += 1
+    return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes)]), carried
 
 
 @compiled_without_arrays

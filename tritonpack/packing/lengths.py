@@ -22,11 +22,9 @@ class OverlongReport:
     """How documents longer than the capacity were treated.
 
     Attributes:
-        policy: "error", "truncate", "split" or "drop".
-        documents: the number of documents, or units, that are longer than the capacity.
-        tokens_lost: their tokens that were cut off or dropped.
-        pieces: the number of pieces that were made of them.
-        noun: "document" or "unit".
+        policy, noun: "error", "truncate", "split" or "drop"; "document" or "unit".
+        documents, tokens_lost, pieces: the number of documents, or units, that are longer than the capacity, of their
+            tokens that were cut off or dropped, and of the pieces that were made of them.
     """
 
     policy: str
@@ -48,9 +46,7 @@ class OverlongReport:
 
 @dataclass(frozen=True, eq=False)
 class FittedLengths:
-    """Lengths of pieces that fit, and the document of each piece.
-
-    Documents of 5, 12 and 3 tokens, and a capacity of 5:
+    """Lengths of pieces that fit, and the document of each piece. Documents of 5, 12 and 3 tokens, a capacity of 5:
 
     >>> fitted = fit_lengths([5, 12, 3], capacity=5, overlong="split")
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()
@@ -126,7 +122,6 @@ def fit_lengths(
     overlong: Overlong = "error",
     *,
     name: str = "capacity",
-    remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
     noun: str = "document",
 ) -> FittedLengths:
     """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
@@ -135,8 +130,7 @@ def fit_lengths(
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
         overlong: see `pack`.
-        name, remedy, noun: the name of the capacity in messages, what they advise for documents that are too long, and
-            what they call a document.
+        name, noun: what messages call the capacity and a document.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
@@ -157,7 +151,9 @@ def fit_lengths(
         first = int(np.argmax(above))
         raise ValueError(
             f"{too_long:,} of {whole} {'is' if too_long == 1 else 'are'} longer than the {name} of {room} (the first: "
-            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or {remedy}."
+            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or pass "
+            "overlong='drop', which leaves them out, or 'truncate' or 'split', which cut them (before plan_epoch to "
+            "fit_lengths). Samplers and dataloader only drop; max_document_length loads the first tokens of documents."
         )
     if overlong == "drop" and too_long == array.size:
         raise ValueError(

@@ -9,19 +9,17 @@ from itertools import islice
 from typing import Any, Literal
 
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import TOKENS, Numbered, check_objective
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.lengths import check_integer, count, fit_lengths
-from tritonpack.packing.planning.order import Order
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.columns import check_objective
+from tritonpack.packing.lengths import check_integer, count
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Order, Tail
 from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
-from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
+from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.packing.units import Units
 from tritonpack.removed import OPTIONS, refuse_removed
 
@@ -59,8 +57,7 @@ class PackedDataLoader(DataLoader):
         self._own = _Rows(rows, rank)
         self._pass, self._done = 0, 0  # the latest pass over this loader, and the batches that it has handed out
         self.documents = documents
-        offered = self._own if shard else _Rows(rows, None)
-        super().__init__(documents, batch_sampler=offered, collate_fn=collate, **options)
+        super().__init__(documents, batch_sampler=self._own if shard else rows, collate_fn=collate, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -79,7 +76,7 @@ class PackedDataLoader(DataLoader):
         # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
         self.rows._find_begin()
         self._pass = this = self.rows._passes + 1
-        self._done = self.rows._batches_done // self.rows.num_replicas
+        self._done = self.rows._done // self.rows.num_replicas
         for number, batch in enumerate(super().__iter__(), self._done + 1):
             if this == self.rows._passes:
                 self._done = number
@@ -105,8 +102,8 @@ class PackedDataLoader(DataLoader):
                 fetches batches from a copy of this loader.
         """
         rows = self.rows
-        if batches_done is None and (rows._resumed or rows._counted_epoch != self.epoch):
-            batches_done = rows._batches_done // rows.num_replicas  # that a loaded state counts
+        if batches_done is None and rows._waits:
+            batches_done = rows._done // rows.num_replicas  # that a loaded state counts
         elif batches_done is None and self._pass == rows._passes:
             batches_done = self._done
         elif batches_done is None:
@@ -173,7 +170,7 @@ def dataloader(
     drop_columns: Collection[str] = (),
     max_document_length: int | None = None,
     pad_to_multiple_of: int | None = None,
-    pad_token_id: int | None = None,
+    pad_token_id: int = 0,
     **options: Any,
 ) -> PackedDataLoader:
     """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every
@@ -208,24 +205,20 @@ def dataloader(
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
             `datasets.Dataset` it reads no tokens.
-        documents: a function of an example that returns its documents, a list of mappings. It is called to measure
-            examples and again at each loading, and must return the same each time. Workers that are spawned need a
-            function that pickle can send.
-        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
-            It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
-            its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
-            error.
+        documents: a function of an example that returns its documents, a list of mappings, the same each time: it is
+            called to measure examples and again at each loading.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below:
+            a function of a list of examples, or of lists of documents. Where a unit isn't as long as its documents
+            together, as in trees, pass its `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
-        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
-        group: the ranks that share every row (`SequenceParallel`) and count as one: see
-            MultipackDistributedBatchSampler. It stands in place of `num_replicas` and `rank`.
+        num_replicas, rank, group: see MultipackDistributedBatchSampler.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
-        epochs: pad this many epochs to the same number of steps, `len(loader)`, the largest of theirs. A training
-            then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs. A training then has
+            `epochs * len(loader)` steps.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
             `collate_fn`.
@@ -234,100 +227,70 @@ def dataloader(
             `worker_init_fn` and others, but none that choose documents.
 
     Raises:
-        ValueError: a wrong option, lengths that don't fit, a column that can't be packed, a function that
-            fails, on every rank if it is so on one; while loading, a document with another number of tokens than its
-            length, documents with other columns than the first.
+        ValueError: a wrong option, lengths that don't fit, a column that can't be packed, a function that fails; while
+            loading, a document with another number of tokens than its length, documents with other columns than the
+            first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
-    with raise_faults_on_all_ranks("loader", num_replicas):
-        require_map_style(dataset)
-        tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-        check_objective(labels, "labels")
-        check_flag(shard, "shard")
-        if unknown := sorted(options.keys() - set(_PASSED_ON)):
-            refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
-            raise ValueError(
-                f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
-                f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
-                "use DataLoader itself with tritonpack.PackingCollator()."
-            )
-        if overlong not in ("error", "drop"):
-            raise ValueError(
-                f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. To train on the first tokens of long "
-                "documents pass max_document_length, to train on all of them split them first, as pack_dataset does."
-            )
-        packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
-        if collate_fn is None:
-            collate_fn = packing
-        elif not callable(collate_fn):
-            raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-        elif packing != PackingCollator():
-            unset = PackingCollator()
-            given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(unset, f.name)]
-            raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
-        collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
-        if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
-            raise ValueError(
-                f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
-                f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
-            )
-        if hasattr(collate_fn, "measure"):
-            refuse_removed(["measure"], "a collate_fn")
-        reader = Reader(dataset, lengths, documents, drop_columns, collate)
-        longest = None if collate is None else collate.max_document_length
-        units = reader.units if longest is None else reader.cut(longest)
-        remedy = "pass overlong='drop', which leaves them out"
-        if collate:
-            remedy += ", or max_document_length, which trains on the first tokens of each document"
-        fit_lengths(units.tokens, tokens, overlong, name="row size", remedy=remedy, noun=units.noun)
-        _, own_rank = place_in_world(num_replicas, rank, True, group)
-        assert own_rank is not None
-        own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
-        DataLoader(reader, collate_fn=own_collate, **options)  # raises for options that torch refuses
+    require_map_style(dataset)
+    tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+    check_objective(labels, "labels")
+    check_flag(shard, "shard")
+    if unknown := sorted(options.keys() - set(_PASSED_ON)):
+        refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
+        raise ValueError(
+            f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
+            f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
+            "use DataLoader itself with tritonpack.PackingCollator()."
+        )
+    packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
+    if collate_fn is None:
+        collate_fn = packing
+    elif not callable(collate_fn):
+        raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+    elif packing != PackingCollator():
+        unset = PackingCollator()
+        given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(unset, f.name)]
+        raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
+    collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
+    if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
+        raise ValueError(
+            f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
+            f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+        )
+    if hasattr(collate_fn, "measure"):
+        refuse_removed(["measure"], "a collate_fn")
+    reader = Reader(dataset, lengths, documents, drop_columns, collate)
+    longest = None if collate is None else collate.max_document_length
+    units = reader.units if longest is None else reader.cut(longest)
+    _, own_rank = place_in_world(num_replicas, rank, True, group)
+    assert own_rank is not None
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
         order=order, epochs=epochs, shard=False, group=group,
     )  # fmt: skip
-    return PackedDataLoader(reader, rows, own_rank, own_collate, shard, **options)
-
-
-class _OwnCollator:
-    """A collator of the user's, whose batches have a largest number of tokens."""
-
-    def __init__(self, collate: Any, tokens: int) -> None:
-        self._collate, self._tokens = collate, tokens
-
-    def __call__(self, examples: Numbered) -> Any:
-        batch = self._collate(examples)
-        ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
-        if isinstance(ids, Tensor) and ids.numel() > self._tokens:
-            raise ValueError(
-                f"collate_fn made {ids.numel()} {TOKENS} of examples {', '.join(map(str, examples.numbers))}, and a "
-                f"row has at most {self._tokens}. Pass lengths= with the tokens that it makes of each example, or let "
-                "it make rows without padding."
-            )
-        return batch
+    return PackedDataLoader(reader, rows, own_rank, collate_fn, shard, **options)
 
 
 class _Rows(Sampler[list[int]]):
-    """The rows of each epoch: of one rank, or (`rank` None) of all ranks, step by step, which accelerate divides."""
+    """The rows of one rank in each epoch, out of those of all ranks."""
 
-    def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
+    def __init__(self, rows: MultipackDistributedBatchSampler, rank: int) -> None:
         self._rows, self.rank = rows, rank
-        self._ranks = 1 if rank is None else rows.num_replicas
         # accelerate and Lightning choose the epoch at each pass.
         self.set_epoch, self.load_state_dict = rows.set_epoch, rows.load_state_dict
 
     def __len__(self) -> int:
-        return len(self._rows) // self._ranks
+        return self._rows.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
-        yield from islice(self._rows, self.rank or 0, None, self._ranks)
+        yield from islice(self._rows, self.rank, None, self._rows.num_replicas)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the steps whose rows were fetched. torchdata's StatefulDataLoader reads it at each batch."""
-        return self._rows.state_dict(-(-self._rows._batches_done // self._ranks) * self._ranks)
+        ranks = self._rows.num_replicas
+        return self._rows.state_dict(-(-self._rows._done // ranks) * ranks)
 
     @property
     def batch_size(self) -> None:
@@ -336,12 +299,11 @@ class _Rows(Sampler[list[int]]):
         Raises:
             ValueError: the rows of one rank of several, which can't be divided again; rows that ranks share.
         """
-        if self._rows.is_shared or self._ranks > 1:
+        if self._rows.is_shared or self._rows.num_replicas > 1:
             raise ValueError(
                 f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks (it was made "
-                "with shard=True or with group). Dividing them among processes again would lose most of them, or give "
-                "ranks that share rows different ones. For accelerate leave both out, or don't let it prepare this "
-                "loader."
+                "with shard=True). Dividing them among processes again would lose most of them, or give ranks that "
+                "share rows different ones. For accelerate leave it out, or don't let it prepare this loader."
             )
 
     @property

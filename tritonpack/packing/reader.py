@@ -103,9 +103,7 @@ def is_from_datasets(values: Any, kind: str) -> bool:
 
 def is_table(dataset: Any) -> bool:
     """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    return (
-        hasattr(dataset, "with_format") and is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
-    )
+    return is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
@@ -178,9 +176,7 @@ class Reader(Dataset):
         drop_columns: Collection[str] = (),
         collate: Any = None,
     ) -> None:
-        check_names(drop_columns, "drop_columns")
-        if TOKENS in drop_columns:
-            raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
+        check_names(drop_columns, "drop_columns", [TOKENS])
         if documents is not None and not callable(documents):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
@@ -253,7 +249,7 @@ class Reader(Dataset):
             for start in range(0, len(self.dataset), _AT_ONCE):
                 numbers = range(start, min(start + _AT_ONCE, len(self.dataset)))
                 for number, example in zip(numbers, fetch(self.dataset, numbers), strict=True):
-                    own = document_lengths(self._read(example, number), number)
+                    own = _lengths(self._read(example, number), number)
                     lengths += own
                     counts.append(len(own))
         self.lengths = None if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
@@ -268,7 +264,7 @@ class Reader(Dataset):
         """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
         found = self._read(example, number)
         if self._counts:
-            lengths = document_lengths(found, number)
+            lengths = _lengths(found, number)
             has = sum(lengths), sum(map(mul, lengths, lengths))
             planned = self.units.tokens[number], self.units.squares[number]
             if has != planned:
@@ -284,35 +280,28 @@ class Reader(Dataset):
         """The document of an example, or the list of its documents, without unused columns."""
         found, made = example, f"example {number}"
         if self._documents is not None:
-            found, made = _called(self._documents, example, number), f"documents(...) of example {number}"
+            made = f"documents(...) of example {number}"
+            try:
+                found = self._documents(example)
+            except Exception as error:
+                names = sorted(map(str, example)) if isinstance(example, Mapping) else ()
+                raise ValueError(
+                    f"documents failed on example {number}, which has the columns {quote(names) or '(none)'}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         several = is_unit(found)
         if (self._documents is not None and not several) or (several and not found):
             raise ValueError(
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        documents = [
-            {name: one[name] for name in one if name not in self._unused}
-            if isinstance(one, Mapping) and not self._unused.isdisjoint(one)
-            else one
-            for one in (found if several else [found])
-        ]
+        documents = list(found) if several else [found]
+        for place, one in enumerate(documents):
+            if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
+                documents[place] = {name: one[name] for name in one if name not in self._unused}
         return documents if several else documents[0]
 
 
-def document_lengths(example: Any, number: int) -> list[int]:
+def _lengths(example: Any, number: int) -> list[int]:
     """The tokens of the document, or of the documents, of an example."""
     return [document_length(document, name) for name, document in named(example, number)]
-
-
-def _called(function: Callable[[Any], Any], example: Any, number: int) -> Any:
-    """Call a user's function of documents; a ValueError names the example if it fails."""
-    try:
-        return function(example)
-    except Exception as error:
-        shown = f"the type {type(example).__name__}"
-        if isinstance(example, Mapping):
-            shown = f"the columns {quote(sorted(map(str, example))) or '(none)'}"
-        raise ValueError(
-            f"documents failed on example {number}, which has {shown}: {type(error).__name__}: {error}"
-        ) from error

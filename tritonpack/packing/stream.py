@@ -22,25 +22,21 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.columns import TOKENS, is_iterable, quote
+from tritonpack.packing.columns import TOKENS, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
 from tritonpack.packing.reader import cut, document_length, is_from_datasets, unreadable
-from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
-from tritonpack.packing.samplers.ranks import place_among_processes
-from tritonpack.packing.samplers.resume import describe_changes
+from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes
+from tritonpack.packing.samplers.ranks import place_among_processes, place_in_world
 from tritonpack.removed import refuse_removed
 
-STATE_VERSION = 4
 _END = object()
-# Where a window begins: the number of its first document in the source, what the source's `state_dict` returned there
-# (None if it has none, and at the beginning), numbers of a report so far, the first piece, those that are carried or
-# wait, and the bins that were yielded before.
-_WINDOW: dict[str, Any] = {
-    "document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [], "waiting": [], "before": 0,
-}  # fmt: skip
-# Where a pass is: such a window, the digests of it and of those up to the latest one, and what was done in all.
-_BEGINNING: dict[str, Any] = _WINDOW | {
-    "checked": [], "report": [0, 0, 0], "num_bins": 0, "num_tokens": 0, "dropped_documents": 0,
+# The place of a pass. Where a window begins: the number of its first document in the source, what the source's
+# `state_dict` returned there (None if it has none, and at the beginning), the counts of a report so far, its first
+# piece, those that are carried, bins that wait for a round, and the bins that were yielded before. Then a digest of it
+# and of each window up to the latest one, and the bins of this rank that were yielded in all, and their tokens.
+_BEGINNING: dict[str, Any] = {
+    "document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [[], [], []], "waiting": [],
+    "before": 0, "checked": [], "num_bins": 0, "num_tokens": 0,
 }  # fmt: skip
 
 
@@ -66,60 +62,59 @@ class PackedStream(EpochCounter, IterableDataset):
     """
 
     # In shared memory, because DataLoader workers read copies of the stream, and may outlive a pass.
-    epoch, _latest, _is_chosen, _number, _had_number, _shift = map(_shared, range(6))
-    _passes = _shared(6)  # that have begun
-    _passes_epochs_on = _shared(7)  # to the documents: since the first call of set_epoch
-    _is_read_by_workers = _shared(8)
+    epoch, _latest, _is_chosen, _is_counted, _was_counted = map(_shared, range(5))
+    _passes = _shared(5)  # that have begun
+    _passes_epochs_on = _shared(6)  # to the documents: since the first call of set_epoch
+    _is_read_by_workers = _shared(7)
 
-    num_bins = property(lambda self: self._pass["num_bins"])
-    num_tokens = property(lambda self: self._pass["num_tokens"])
-    dropped_documents = property(lambda self: self._pass["dropped_documents"])
-    report = property(lambda self: OverlongReport(self._options["overlong"], *self._pass["report"]))
+    num_bins = property(lambda self: self._place["num_bins"])
+    num_tokens = property(lambda self: self._place["num_tokens"])
+    report = property(lambda self: OverlongReport(self._options["overlong"], *self._too_long))
     efficiency = property(lambda self: self.num_tokens / (self.num_bins * self.capacity) if self.num_bins else 1.0)
 
     def __init__(self, documents: Any, options: dict[str, Any]) -> None:
         self._documents, self._options = documents, options
         self.capacity, self.num_replicas, self.rank = (options[name] for name in ("capacity", "num_replicas", "rank"))
         self._settings = options | ({"rank": None} if self.num_replicas == 1 else {})  # of states
-        self._shared = torch.zeros(9, dtype=torch.int64, device="cpu").share_memory_()
-        EpochCounter.__init__(self)
+        self._shared = torch.zeros(8, dtype=torch.int64, device="cpu").share_memory_()
+        self._latest = NEVER
         self._was_read = False  # in this process
-        self._resume: tuple[Any, int, int | None] = (None, 0, None)  # a place, its epoch, and `_passes`
         self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
-        self._pass, self._pass_epoch = _BEGINNING, NEVER  # the place of the latest pass
+        self._go_to(_BEGINNING, NEVER, NEVER)
+
+    def _go_to(self, place: Mapping[str, Any], epoch: int, passes: int | None) -> None:
+        """Go to a place in an epoch. The next pass begins there if `passes` have begun until then; None: anyhow."""
+        self._place, self._place_epoch, self._place_passes = dict(place), epoch, passes
+        self._too_long, self.dropped_documents = [*place["too_long"]], 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         """The bins of a pass, in rounds of one for each rank; bins that make no round wait for more."""
-        from tritonpack.packing.heuristics import CARRY_THRESHOLD, WindowPacker  # imports numba, which is slow
+        from tritonpack.packing.heuristics import pack_window  # imports numba, which is slow
 
         # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
         values, this = self._begin_pass()
-        ranks = self.num_replicas
-        packer = WindowPacker(self.capacity, check_limit(self._options["max_items"], "max_items"), CARRY_THRESHOLD)
-        packer.restore(this["carried"], this["first"])
-        first, waiting, number = this["first"], this["waiting"], this["before"]
+        ranks, max_items = self.num_replicas, check_limit(self._options["max_items"], "max_items")
+        first, waiting, number, expected = this["first"], this["waiting"], this["before"], [*this["checked"]]
+        carried = np.array(this["carried"], dtype=np.int64)
         held: dict[int, Any] = {}  # the pieces that aren't in a bin yet, but for those of bins that are passed over
         windows = deque[dict[str, Any]]()  # whose pieces are held
-        expected = list(this["checked"])
         for mark, pieces, is_last in self._windows(values, this):
             lengths = [tokens for _, tokens in pieces]
-            mark |= {"first": first, "carried": packer.carried, "waiting": waiting, "before": number}
+            mark |= {"first": first, "carried": carried.tolist(), "waiting": waiting, "before": number}
             windows.append(mark | {"checked": _digest([lengths, is_last])})
             if expected and windows[-1]["checked"] != expected[0]:
                 break
             del expected[:1]
             held |= enumerate(pieces, first)
-            first += len(pieces)
             while len(windows) > 1 and windows[1]["first"] <= min(held):
                 windows.popleft()
-            bins, offsets = packer.add(np.array(lengths, dtype=np.int32), last=is_last)
+            bins, offsets, carried = pack_window(carried, np.array(lengths), first, self.capacity, max_items, is_last)
+            first += len(pieces)
             full = waiting + [bins[start:stop].tolist() for start, stop in pairwise(offsets)]
-            dropped = 0
             if is_last:
-                full, dropped = _whole_rounds(full, held, ranks)
+                full, self.dropped_documents = _whole_rounds(full, held, ranks)
             if not expected:
-                checked = [window["checked"] for window in windows]
-                this |= windows[0] | {"checked": checked, "dropped_documents": dropped}
+                this |= windows[0] | {"checked": [window["checked"] for window in windows]}
             whole = len(full) - len(full) % ranks
             for place, items in enumerate(full[:whole]):
                 taken = [held.pop(item, None) for item in items]
@@ -137,11 +132,6 @@ class PackedStream(EpochCounter, IterableDataset):
                 "read them from the beginning: pack_stream(lambda: iter(documents), ...)."
             )
 
-    def _begin_of_next(self) -> dict[str, Any] | None:
-        """The place of a loaded state, if no pass has begun there and no other epoch was chosen."""
-        place, epoch, passes = self._resume
-        return place if epoch == self.epoch and passes in (None, self._passes) else None
-
     def _begin_pass(self) -> tuple[Any, dict[str, Any]]:
         """Count a pass that begins. Return its documents, which go on at its place if they have a state; and the place.
 
@@ -149,8 +139,8 @@ class PackedStream(EpochCounter, IterableDataset):
             ValueError: documents that can't be read, or a state of another worker.
         """
         worker, workers = worker_place()
-        place = self._begin_of_next()
-        if place is not None and self._worker != (worker, workers):
+        resumes = self._place_epoch == self.epoch and self._place_passes in (None, self._passes)
+        if resumes and self._worker != (worker, workers):
             raise ValueError(
                 f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker} of "
                 f"{workers}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which gives "
@@ -163,46 +153,31 @@ class PackedStream(EpochCounter, IterableDataset):
                 "datasets.IterableDataset, or a function that returns a new iterator, such as the generator function "
                 "itself."
             )
-        self._is_read_by_workers, self._was_read = get_worker_info() is not None, True
-        self._resume, self._worker, self._pass_epoch = (None, 0, None), (worker, workers), self.epoch
-        self._pass = this = dict(place or _BEGINNING)
-        again = worker == 0 and self._begin()
-        self._passes += worker == 0
+        self._is_read_by_workers, self._was_read, self._worker = get_worker_info() is not None, True, (worker, workers)
+        self._go_to(self._place if resumes else _BEGINNING, self.epoch, NEVER)
         values: Any = self._documents if is_iterable(self._documents) else self._documents()
         if not is_iterable(values):
             raise ValueError(
                 f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
             )
-        if hasattr(values, "set_epoch"):
-            if self._passes_epochs_on:
-                values.set_epoch(self.epoch)
-            if again:
-                say_once(
-                    "same-epoch",
-                    f"a stream begins a second pass over epoch {self.epoch}, so its documents come in the same order "
-                    "again. Call set_epoch(number) before each pass, on the stream or on the loader that accelerate "
-                    f"made. If you want the same order, call set_epoch({self.epoch}) again.",
-                )
-        if this["source"] is not None:
+        if worker == 0:
+            self._begin(epochs_differ=hasattr(values, "set_epoch"))
+            self._passes += 1
+        if hasattr(values, "set_epoch") and self._passes_epochs_on:
+            values.set_epoch(self.epoch)
+        if self._place["source"] is not None:
             if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
-            try:
-                values.load_state_dict(this["source"])
-            except Exception as error:  # the documents' own
-                raise ValueError(
-                    f"the state's 'source' doesn't belong to these documents ({type(error).__name__}: {error}). Load "
-                    "the state over the documents that it was saved with, or begin the pass anew."
-                ) from error
-        return values, this
+            values.load_state_dict(self._place["source"])
+        return values, self._place
 
     def _windows(self, values: Any, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:
         """The windows from a place on: where each begins, its pieces with their tokens, whether it is the last."""
         size, has_state = self._options["window"], hasattr(values, "state_dict") and hasattr(values, "load_state_dict")
-        place["report"] = [*place["too_long"]]
-        read = {"document": 0 if place["source"] is None else place["document"], "too_long": place["report"]}
-        documents = self._read(values, place["document"], read)
         after = {name: place[name] for name in ("document", "source", "too_long")}
+        read = {"document": 0 if place["source"] is None else place["document"]}
+        documents = self._read(values, place["document"], read)
         following = next(documents, None)
         while following is not None:
             mark, pieces = after, list[Any]()
@@ -210,11 +185,11 @@ class PackedStream(EpochCounter, IterableDataset):
                 pieces += following
                 if len(pieces) >= size:
                     source = values.state_dict() if has_state else None
-                    after = {"document": read["document"], "source": source, "too_long": [*read["too_long"]]}
+                    after = {"document": read["document"], "source": source, "too_long": [*self._too_long]}
                 following = next(documents, None)
             yield mark, pieces, following is None
 
-    def _read(self, values: Any, begin: int, read: dict[str, Any]) -> Iterator[list[tuple[Any, int]]]:
+    def _read(self, values: Any, begin: int, read: dict[str, int]) -> Iterator[list[tuple[Any, int]]]:
         """The pieces of each document of this worker from number `begin` on, with their tokens; `read` counts."""
         capacity, policy = self.capacity, self._options["overlong"]
         # An IterableDataset divides its documents among workers itself, as torch demands.
@@ -243,7 +218,7 @@ class PackedStream(EpochCounter, IterableDataset):
             end = {"drop": 0, "truncate": capacity, "split": tokens}[policy]
             spans = [(start, min(start + capacity, end)) for start in range(0, end, capacity)]
             for place, more in enumerate((1, tokens - end, len(spans))):
-                read["too_long"][place] += more
+                self._too_long[place] += more
             if spans:
                 yield [(cut(document, *span, tokens, number), span[1] - span[0]) for span in spans]
 
@@ -291,12 +266,9 @@ class PackedStream(EpochCounter, IterableDataset):
                 "the workers of a DataLoader read this stream, so its place isn't known here. Use torchdata's "
                 "StatefulDataLoader and save its state_dict(), or a DataLoader without workers."
             )
-        place = self._begin_of_next()
-        if place is None:
-            place = self._pass if self._pass_epoch == self.epoch else _BEGINNING
-        state: dict[str, Any] = {"version": STATE_VERSION, "epoch": self.epoch, "worker": list(self._worker)}
-        state |= self._settings | place | {"report": list(place["report"])}  # reading goes on to count in that list
-        return state | {"digests": _digests(state)}
+        place = self._place if self._place_epoch == self.epoch else _BEGINNING
+        state = {"version": VERSION, "epoch": self.epoch, "worker": [*self._worker], **self._settings, **place}
+        return state | {"digest": _digest_of_state(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the bin after the last one that the state counts.
@@ -305,26 +277,15 @@ class PackedStream(EpochCounter, IterableDataset):
         three windows earlier. Others are read from the beginning and passed over.
 
         Raises:
-            ValueError: a damaged state, or one that was saved with options that make other bins (`overlong` may change
-                if no document was too long so far); the stream is then unchanged. At the first bin: other documents
-                than when the state was saved.
+            ValueError: a damaged state, or one that was saved with other options (only `overlong="error"` may change,
+                because no document was too long so far); the stream is then unchanged. At the first bin: other
+                documents than when the state was saved.
         """
-        names = {"version", "epoch", "worker", *self._settings, *_BEGINNING, "digests"}
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != STATE_VERSION:
-            raise ValueError(
-                f"the state must be that of a PackedStream of version {STATE_VERSION}, as state_dict() returns it; got "
-                f"{state!r:.100}. Resume with the version of tritonpack that saved it, or begin a new pass."
-            )
-        if different := sorted(map(str, names ^ state.keys())):
-            raise ValueError(f"the state is damaged: it lacks, or shouldn't have, {quote(different)}.")
-        digests = _digests(state)
-        if state["digests"] != digests:
-            given = dict(state["digests"]) if isinstance(state["digests"], Mapping) else {}
-            wrong = sorted(name for name in digests if given and given.get(name) != digests[name])
-            raise ValueError(f"the state is damaged: {quote(wrong or ['digests'])} isn't what was saved.")
+        check_state(state, {"version", "epoch", "worker", *self._settings, *_BEGINNING, "digest"}, "PackedStream")
+        if state["digest"] != _digest_of_state(state):
+            raise ValueError("the state is damaged: its values aren't those that were saved. Begin a new pass.")
         saved, place = ({name: state[name] for name in those} for those in (self._settings, _BEGINNING))
-        if not place["report"][0]:  # no document was too long so far
+        if saved["overlong"] == "error":
             saved["overlong"] = self._settings["overlong"]
         if changes := describe_changes(saved, self._settings):
             raise ValueError(
@@ -335,9 +296,8 @@ class PackedStream(EpochCounter, IterableDataset):
             self.set_epoch(state["epoch"])
         else:  # the first worker counts the passes
             self.epoch, self._passes_epochs_on = state["epoch"], True
-        passes = None if get_worker_info() is not None else self._passes
-        self._resume, self._worker, self._pass_epoch = (place, state["epoch"], passes), tuple(state["worker"]), NEVER
-        self._is_read_by_workers = False
+        self._go_to(place, state["epoch"], None if get_worker_info() is not None else self._passes)
+        self._worker, self._is_read_by_workers = tuple(state["worker"]), False
 
 
 def pack_stream(
@@ -376,8 +336,7 @@ def pack_stream(
         capacity: tokens per bin, at least 1.
         window: the number of documents (or pieces) that are packed at a time, at least 1.
         overlong, max_items: see `pack`. All columns of a mapping are cut.
-        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed,
-            or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0.
+        num_replicas, rank: see MultipackDistributedBatchSampler.
         shard: yield the bins of this rank. False yields the bins of all ranks on every rank, for accelerate and
             Trainer, which divide them.
 
@@ -387,7 +346,8 @@ def pack_stream(
             over an iterator.
         ImportError: numba can't be imported.
     """
-    refuse_removed(removed, "pack_stream")
+    if removed:
+        refuse_removed(removed, "pack_stream")
     if not is_iterable(documents) and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
             f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}, or a "
@@ -397,13 +357,7 @@ def pack_stream(
     capacity, window = check_integer(capacity, "capacity"), check_integer(window, "window")
     max_items = None if max_items is None else check_integer(max_items, "max_items")
     check_flag(shard, "shard")
-    processes, process = place_among_processes()
-    ranks = processes if num_replicas is None else check_integer(num_replicas, "num_replicas")
-    if shard and rank is None and ranks not in (1, processes):
-        raise ValueError(f"num_replicas={ranks} doesn't say which rank this process is. Pass rank, too.")
-    if rank is None:
-        rank = 0 if ranks == 1 else process
-    rank = check_integer(rank, "rank", 0, ranks - 1, f"because num_replicas is {ranks}") if shard else None
+    ranks, rank = place_in_world(num_replicas, rank, shard)
     divided = getattr(documents, "_distributed", None) if is_from_datasets(documents, "IterableDataset") else None
     if ranks > 1 and divided is not None:
         raise ValueError(
@@ -438,9 +392,9 @@ def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) ->
     return bins, dropped
 
 
-def _digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of each value of a state but the documents' own, which may be of any form."""
-    return {name: _digest(value) for name, value in state.items() if name not in ("source", "digests")}
+def _digest_of_state(state: Mapping[str, Any]) -> str:
+    """A digest of a state's values but those of the documents' own, which may be of any form."""
+    return _digest([(name, state[name]) for name in sorted(state) if name not in ("source", "digest")])
 
 
 def _digest(values: Any) -> str:

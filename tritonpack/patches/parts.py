@@ -244,7 +244,7 @@ class AttentionName(Part):
     def install(self) -> None:
         config = self.module.config
         others = _parts_by_config.setdefault(id(config), weakref.WeakSet())
-        self.before = next((one.before for one in others), config._attn_implementation_internal)
+        self.before = next((part.before for part in others), config._attn_implementation_internal)
         self.config = config
         others.add(self)
         config._attn_implementation_internal = self.name

@@ -95,7 +95,7 @@ def test_filler_rows_take_time_and_count_no_tokens():
 
 def test_of_nothing_and_of_few_steps():
     found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4])
-    assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
+    assert (found.num_steps, found.tokens) == (0, 0)
     assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
     assert (found.l2_lag, found.l2_lag_max, found.padding, found.spread) == (0, 0, 0, None)
     assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
@@ -127,5 +127,5 @@ def test_refuses(lengths, message):
 def test_refuses_padded_units_and_other_plans():
     with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
         plan_statistics(plan_of([[[0], [1]]], 9), Units.of_documents([3, 4]), padded=True)
-    with pytest.raises(ValueError, match="plan must be a Plan; got list"):
+    with pytest.raises(ValueError, match=r"plan must be a Plan, .*; got list"):
         plan_statistics([], [3, 4])

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from tests.packing import naive
-from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator, PackingWarning
+from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, 500)
 CAPACITY = 128
@@ -125,7 +125,7 @@ def test_set_epoch():
 REFUSED = [
     ({"lengths": []}, "lengths is empty"),
     ({"lengths": [4, 0]}, "document 1 has length 0"),
-    ({"lengths": [4, 9]}, r"longer than the batch_max_len of 8 .*document 1, 9 tokens"),
+    ({"lengths": [4, 9]}, r"longer than the row size of 8 .*document 1, 9 tokens"),
     *(({"lengths": [4.0, value]}, "must be a row of integers.*float64") for value in (2.5, float("nan"), float("inf"))),
     ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
     ({"batch_max_len": True}, "batch_max_len must be .*got True"),
@@ -140,13 +140,19 @@ REFUSED = [
     ({"sampler": DistributedSampler([4, 3], 2, 0)}, "divides the documents among 2 ranks.*Pass a sampler of all"),
     ({"drop_last": False, "num_replicas": 2}, "drop_last=False doesn't give 2 processes equally many batches"),
     # at the first use of an epoch
-    ({"sampler": []}, "the sampler yields no document"),
-    ({"sampler": [0, 2, 7]}, "the sampler yields document 2, but there are lengths of 2 documents"),
-    ({"sampler": [-1]}, "yields document -1"),
-    ({"sampler": [0.5]}, "must yield document numbers; got float64"),
-    ({"sampler": [[0]]}, r"must yield document numbers; .* shape \(1, 1\)"),
-    ({"sampler": [1], "lengths": [5, 9], "overlong": "drop"}, "all documents of the sampler are longer than 8 tokens"),
-    ({"batch_size": 2}, "2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"),
+    ({"sampler": []}, "the sampler yields no document of at most 8 tokens"),
+    (
+        {"sampler": [0, 2, 7]},
+        "the sampler must give numbers of documents, 0 to 1, .*; got 2. Are these the lengths of the same dataset",
+    ),
+    ({"sampler": [-1]}, "must give numbers of documents.*; got -1"),
+    ({"sampler": [0.5]}, "must give numbers of documents, .* got array"),
+    ({"sampler": [[0]]}, r"must give numbers of documents, .* got array"),
+    ({"sampler": [1], "lengths": [5, 9], "overlong": "drop"}, "the sampler yields no document of at most 8 tokens"),
+    (
+        {"batch_size": 2},
+        "2 documents make 1 bins of 8 tokens, fewer than one batch of batch_size=2 for each of .*drop_last=F",
+    ),
 ]
 
 
@@ -191,7 +197,9 @@ def two_ranks(rank, path):
     list(batches_of(numbers))
     mine = batches_of(numbers[::-1] if rank else numbers)
     assert len(mine) > 1  # without communication
-    with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
+    with pytest.raises(
+        ValueError, match=r"in different orders.*the digest of the order is .* on rank 0 and .* on rank 1"
+    ):
         iter(mine)
     torch.distributed.destroy_process_group()
 
@@ -220,8 +228,8 @@ def test_accelerate_sets_epoch_in_each_process():
 
 
 @pytest.mark.parametrize("even_batches", [True, False])
-@pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2), (16, 16)])
-@pytest.mark.fast("2-1-True", "3-3-False", "16-16-True")
+@pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2)])
+@pytest.mark.fast("2-1-True", "3-3-False")
 def test_every_document_is_seen_once_or_counted(processes, batch_size, even_batches):
     shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
     for sampler in (range(500), range(490), range(333)):
@@ -234,10 +242,8 @@ def test_every_document_is_seen_once_or_counted(processes, batch_size, even_batc
 
 
 def test_number_of_processes(monkeypatch):
-    monkeypatch.setattr("tritonpack.notices.said", {})
-    batches = MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], num_replicas=4)
-    with pytest.warns(PackingWarning, match="no-round: 3 documents make 3 batches, fewer than the 4 processes"):
-        assert batches.dropped_documents == len(batches) == 3
+    with pytest.raises(ValueError, match=r"3 documents make 3 bins .*for each of num_replicas=4 processes"):
+        len(MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], num_replicas=4))
     assert batches_of().num_replicas == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (batches_of().num_replicas, batches_of(num_replicas=2).num_replicas) == (4, 2)

@@ -77,11 +77,9 @@ def test_every_begin_is_one_token_and_predicts_its_targets(sequences, prompt):
     assert list(batch.target_counts) == [sum(label != IGNORED for label in own[1:]) for own in labels]
 
 
-@pytest.mark.parametrize("row", [True, False], ids=["row", "stream"])
-def test_gather_adds_gradients_up(row):
+def test_gather_adds_gradients_up():
     batch = pack_tree(GROUPS)
-    shape = (1, batch.num_tokens, 3) if row else (batch.num_tokens, 3)
-    values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(1, batch.num_tokens, 3, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(sum(part.sum() for part in batch.gather(values)), values)
     assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
 
@@ -148,14 +146,14 @@ def test_to_moves_everything_but_ends():
 
 
 WRONG = [  # N = 3, M = 2
-    *[(lambda batch, one=one: batch.gather(one), r"values must be of shape \(1, N, ...\) or .*there are N = 3")
-      for one in (torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3])],
-    *[(lambda batch, one=one, kept=kept: batch.logprobs(one, kept=kept), r"kept=True, or \(1, N, vocab.* and M = 2")
+    *[(lambda batch, one=one: batch.gather(one), r"values must be of shape \(1, 3, ...\): the row has N = 3")
+      for one in (torch.zeros(4), torch.zeros(3, 5), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3])],
+    *[(lambda batch, one=one, kept=kept: batch.logprobs(one, kept=kept), r"of shape \(1, [23], vocab.* of M = 2")
       for kept, size in ((True, 3), (False, 2))
       for one in (torch.zeros(1, 4, 5), torch.zeros(1, size, 5), torch.zeros(3, 5), torch.zeros(1, 3))],
     (lambda batch: batch.logprobs(torch.zeros(1, 2, 5), kept=1), "kept must be True or False; got int 1"),
-    (lambda batch: batch.gather(torch.zeros(3, device="meta")), r"lie on meta and .*batch\.to\('meta'\)"),
-    (lambda batch: batch.gather(torch.zeros(3), padded=True), "padded of gather was removed: torch.nn.utils.rnn"),
+    (lambda batch: batch.gather(torch.zeros(1, 3, device="meta")), r"lie on meta and .*batch\.to\('meta'\)"),
+    (lambda batch: batch.gather(torch.zeros(1, 3), padded=True), "padded of gather was removed: torch.nn.utils.rnn"),
     (lambda batch: TreeCollator(capacity=5), "capacity= of TreeCollator was removed: dataloader"),
 ]  # fmt: skip
 

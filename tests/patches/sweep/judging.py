@@ -148,8 +148,8 @@ class Trial:
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
         """Judge all forms.
 
-        A class that can't be called, is wrong, or always refused, is judged once more as one that isn't in the table of
-        shown classes: `patch` should refuse it.
+        A class that can't be called, or is wrong, is judged once more as one that isn't in the table of shown classes:
+        its proof should refuse it, or the calls that are wrong.
 
         Args:
             how: "patch", "name" or an option.
@@ -160,7 +160,7 @@ class Trial:
         try:
             with assumed(self.case.name, shown=True):
                 row = self._run(how, patch)
-            if row.verdict in ("exact", "partly"):
+            if row.verdict in ("exact", "partly", "refused"):
                 return row
         except NotBuiltError:
             self.dtype = torch.float32
@@ -184,9 +184,9 @@ class Trial:
             if self.dtype != self.reference.dtype:
                 self.dtype = self.reference.dtype
                 handle = self._patched(how, patch)
-            with handle:
-                row.means = means(handle)
-                reasons = self._judge_all(handle, row)
+            with handle as entered:
+                row.means = means(entered)
+                reasons = self._judge_all(entered, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
                 row.verdict, row.reason = row.forms[first], reasons[first]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, get_args
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.lengths import check_integer, fit_lengths
-from tritonpack.packing.planning.order import Order, epoch_order
 from tritonpack.packing.planning.tail import Tail, check_tail, is_full, spread, whole_steps
 from tritonpack.packing.units import Units
 from tritonpack.removed import OPTIONS, refuse_removed
 
 Objective = Literal["quadratic", "linear"]
+# Document numbers, or a function of a seed and an epoch that returns them. A document may come more than once. Lists
+# are taken, too.
+Order = NDArray[np.integer] | Callable[[int, int], NDArray[np.integer]]
 
 MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
 MOST_RANKS = 2**16  # a step has a row for each of them, also if there are fewer documents
@@ -46,6 +48,7 @@ class Plan:
         filler_rows: rows of the last ranks in the last step that repeat a document of another row, because the
             documents couldn't give every rank one.
         steps_together: the number of steps that were planned at once.
+        left_out: the number of documents that `tail="drop"` left out.
 
     Raises:
         ValueError: offsets that don't ascend from 0 to the number of items, or don't make whole steps.
@@ -57,6 +60,7 @@ class Plan:
     capacity: int
     filler_rows: int = 0
     steps_together: int = 1
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         ends = self.offsets
@@ -154,51 +158,73 @@ def plan_epoch(
             documents for `least_steps`.
         ImportError: numba can't be imported.
     """
-    refuse_removed(removed, "plan_epoch()")
-    capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
-    num_ranks = check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
-    least_steps = check_integer(least_steps, "least_steps")
-    check_options(objective, tail)
-    check_flag(shuffle, "shuffle")
-    units, given = (lengths, lengths.tokens) if isinstance(lengths, Units) else (None, lengths)
-    noun = "document" if units is None else units.noun
-    remedy = (
-        "leave such units out" if noun == "unit" else "pass the lengths that fit_lengths(..., overlong=...) returns"
-    )
-    tokens = fit_lengths(given, capacity, remedy=remedy, noun=noun).lengths.astype(np.int64)
-    numbers = epoch_order(len(tokens), seed, epoch, shuffle, order)
-    if order is None:
-        check_tail(tokens, capacity, num_ranks, tail)
-    together = choose_steps_together(tokens, capacity, num_ranks) if shuffle and order is None else 1
-    squares = None if units is None or units.are_documents else units.squares[numbers]
-    return plan_stream(numbers, tokens[numbers], squares, capacity, num_ranks, objective, tail, least_steps, together)
+    if removed:
+        refuse_removed(removed, "plan_epoch()")
+    units = lengths if isinstance(lengths, Units) else None
+    given, noun = (lengths, "document") if units is None else (units.tokens, units.noun)
+    tokens = fit_lengths(given, capacity, noun=noun).lengths.astype(np.int64)
+    squares = None if units is None or units.are_documents else units.squares
+    return plan_units(
+        tokens, squares, None, seed, epoch, order, capacity=capacity,
+        num_ranks=num_ranks, objective=objective, tail=tail, least_steps=least_steps, shuffle=shuffle,
+    )  # fmt: skip
 
 
-def plan_stream(
-    numbers: NDArray[np.int32],
+def plan_units(
     tokens: NDArray[np.int64],
     squares: NDArray[np.int64] | None,
+    done: NDArray[np.int64] | None,
+    seed: int,
+    epoch: int,
+    order: Order | None,
+    *,
     capacity: int,
     num_ranks: int,
     objective: Objective,
     tail: Tail,
     least_steps: int,
-    steps_together: int,
+    shuffle: bool,
 ) -> Plan:
-    """Plan units nearly in their order; see `plan_epoch` for the options.
+    """Plan the units of an epoch that aren't done and fit into a row.
 
     Args:
-        numbers: (units,) int32, their numbers in the dataset.
-        tokens: (units,) int64, at most `capacity`.
-        squares: (units,) int64, see `Units`; None for units of one document.
-        steps_together: the steps that are planned together.
+        tokens, squares: (units,) int64, see `Units`; squares are None for units of one document.
+        done: (units,) how often each was trained on in this epoch, None for a whole epoch. What is left stays in the
+            order of the whole epoch.
+        seed, epoch, order, capacity, num_ranks, objective, tail, least_steps, shuffle: see `plan_epoch`.
     """
+    check_integer(capacity, "capacity", 1, MOST_TOKENS)
+    check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
+    check_integer(least_steps, "least_steps")
+    check_options(objective, tail)
+    check_flag(shuffle, "shuffle")
+    fitting, together = tokens <= capacity, 1
+    if order is None:
+        own = tokens[fitting]
+        numbers = epoch_order(len(own), seed, epoch, shuffle)
+        if done is None:
+            check_tail(own, capacity, num_ranks, tail)
+        if shuffle and len(own):
+            together = choose_steps_together(own, capacity, num_ranks)
+        if len(own) < len(tokens):
+            numbers = np.flatnonzero(fitting).astype(np.int32)[numbers]
+    else:
+        numbers = epoch_order(len(tokens), seed, epoch, order=order)
+        numbers = numbers[fitting[numbers]]
+    if done is not None:
+        # Of a unit that comes several times the first are done.
+        by_unit = np.argsort(numbers, kind="stable")
+        turn = np.arange(len(numbers)) - np.searchsorted(numbers[by_unit], numbers[by_unit])
+        numbers = numbers[np.sort(by_unit[turn >= done[numbers[by_unit]]])]
+        least_steps = 1  # an epoch that changes its ranks can't have the number of steps of other epochs
     if not len(numbers):
         return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
+    tokens = tokens[numbers]
     kinds = capacity - tokens
     if squares is None:
         squares = tokens * tokens
     else:
+        squares = squares[numbers]
         kinds = np.unique(np.stack([kinds, squares]), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
     costs = squares if objective == "quadratic" else tokens
 
@@ -206,30 +232,56 @@ def plan_stream(
     from tritonpack.packing.planning.optimiser import plan_steps  # imports numba, which is slow
 
     def steps(row_capacity: int, last_step: int = len(numbers)) -> NDArray[np.int64]:
-        try:
-            return plan_steps(tokens, costs, kinds, row_capacity, capacity, num_ranks, steps_together, last_step)
-        except SystemError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba returned a result
-                raise KeyboardInterrupt from error
-            raise
+        return plan_steps(tokens, costs, kinds, row_capacity, capacity, num_ranks, together, last_step)
 
     rows = spread(steps, tokens, capacity, num_ranks, least_steps) if tail == "spread" else steps(capacity)
+    count = len(numbers)
     if tail == "drop":
         kept_steps = int(rows.max()) // num_ranks
         kept_steps += is_full(tokens[rows >= kept_steps * num_ranks], capacity, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
         kept = rows < kept_steps * num_ranks
+        if not kept.any():
+            return Plan(numbers[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity, left_out=count)
         if not kept.all():
             numbers, rows, tokens = numbers[kept], rows[kept], tokens[kept]
-        if not len(numbers):
-            return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
     rows, num_steps, filler_rows = whole_steps(rows, tokens, capacity, num_ranks, least_steps)
     items, offsets = group_by_bin(rows, numbers, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
         items = np.append(items, np.resize(numbers[np.argsort(tokens, kind="stable")], filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
-    return Plan(items, offsets, num_ranks, capacity, filler_rows, steps_together)
+    return Plan(items, offsets, num_ranks, capacity, filler_rows, together, count - len(numbers))
+
+
+def epoch_order(
+    count: int, seed: int, epoch: int, shuffle: bool = True, order: Order | None = None
+) -> NDArray[np.int32]:
+    """The document numbers of an epoch: 0 to `count` - 1, shuffled by the seed and the epoch, or those of `order`.
+
+    Raises:
+        ValueError: a wrong seed or epoch, an order that isn't numbers of `count` documents.
+    """
+    seeds = [check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)]
+    if order is None and not shuffle:
+        return np.arange(count, dtype=np.int32)
+    if order is None:
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds)))
+        return generator.permutation(count).astype(np.int32)
+    numbers = order(seed, epoch) if callable(order) and not isinstance(order, type) else order
+    return document_numbers(numbers, count, "order")
+
+
+def document_numbers(numbers: Any, count: int, name: str) -> NDArray[np.int32]:
+    """Numbers of `count` documents, a list or an array, as int32; ValueError for others, which has the name."""
+    numbers = np.asarray(numbers) if isinstance(numbers, (list, tuple, range)) else numbers
+    rule = f"{name} must give numbers of documents, 0 to {count - 1}, in a one-dimensional array"
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(f"{rule}; got {numbers!r:.100}.")
+    outside = (numbers < 0) | (numbers >= count)
+    if outside.any():
+        raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}. Are these the lengths of the same dataset?")
+    return numbers.astype(np.int32)
 
 
 def choose_steps_together(tokens: NDArray[np.int64], capacity: int, num_ranks: int) -> int:
@@ -241,7 +293,10 @@ def choose_steps_together(tokens: NDArray[np.int64], capacity: int, num_ranks: i
         return 1
     in_row = len(tokens) * float(capacity / tokens.sum())
     units = max(_COMBINED, _OF_FEW / in_row**2)
-    return next((steps for steps in (1, 2, 4, 8, 16, 32) if steps * num_ranks * in_row >= units), 64)
+    steps = 1
+    while steps < 64 and steps * num_ranks * in_row < units:
+        steps *= 2
+    return steps
 
 
 def check_options(objective: str, tail: str) -> None:

@@ -36,15 +36,9 @@ class PlanStatistics:
     True
 
     Attributes:
-        num_steps: steps.
-        num_ranks: rows per step.
-        capacity: tokens that fit into a row.
-        documents: documents in the rows; a document in two rows counts twice, but one that a filler row repeats
-            doesn't.
-        tokens: their tokens.
+        num_steps, num_ranks, capacity, filler_rows: see `Plan`. Filler rows take time, and don't count as tokens.
+        documents, tokens: the documents in the rows, but for those that filler rows repeat, and their tokens.
         left_out: the documents of `lengths` that are in no row.
-        filler_rows: rows of the last step that repeat a document (see `Plan`). They take time, and don't count as
-            tokens.
         efficiency: tokens / (steps * ranks * capacity): how full the rows are.
         utilization: tokens / (ranks * the sum over steps of the fullest rank's tokens): the share of time in which
             ranks don't wait for the fullest rank, if time is proportional to tokens.
@@ -75,17 +69,9 @@ class PlanStatistics:
     spread: float | None
     tokens_covered: float
 
-    @property
-    def documents_per_step(self) -> float:
-        """The mean over steps; 0 without steps."""
-        return self.documents / self.num_steps if self.num_steps else 0.0
-
 
 def plan_statistics(
-    plan: Plan,
-    lengths: Sequence[int] | NDArray[Any] | Units,
-    *,
-    padded: bool = False,
+    plan: Plan, lengths: Sequence[int] | NDArray[Any] | Units, *, padded: bool = False
 ) -> PlanStatistics:
     """Measure a plan, in time and memory linear in its documents.
 
@@ -101,9 +87,7 @@ def plan_statistics(
             option, padded rows of `Units`, whose sequences it doesn't know.
     """
     if not isinstance(plan, Plan):
-        raise ValueError(
-            f"plan must be a Plan; got {type(plan).__name__}. plan_epoch returns one, and samplers have a `plan`."
-        )
+        raise ValueError(f"plan must be a Plan, such as plan_epoch returns; got {type(plan).__name__}.")
     tokens_of = lengths.tokens if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
     squares_of = lengths.squares if isinstance(lengths, Units) else tokens_of**2
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):

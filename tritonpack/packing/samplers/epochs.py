@@ -1,17 +1,23 @@
-"""The epoch of the next pass over a sampler or a stream, whichever loader makes the pass."""
+"""The epoch of the next pass over a sampler or a stream, whichever loader makes the pass; and states of passes."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pprint import pformat
 from types import FrameType
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 
 NEVER = -1
+VERSION = 5  # of states
 
 
 class EpochCounter:
@@ -21,20 +27,17 @@ class EpochCounter:
     `skip_first_batches` makes a new one. So passes are counted here, in the object that all of them iterate over.
 
     `set_epoch` chooses the epoch of the next pass. accelerate calls it, too, as a pass begins, with the number of the
-    passes of that loader. This number isn't a choice: it doesn't replace an epoch that was chosen, and it never goes
-    back behind an epoch that has begun.
+    passes of that loader. This number is no choice: the pass is over the epoch that was chosen, or else over the next.
 
     Attributes:
         epoch: the epoch of the next pass, from 0; while a pass is under way its epoch.
     """
 
-    def __init__(self) -> None:
-        self.epoch: int = 0
-        self._latest: int = NEVER  # the epoch of the latest pass that has begun
-        self._is_chosen: int = False  # the epoch, since the latest pass began
-        self._number: int = NEVER  # of the next pass, as the loader counts that makes it
-        self._had_number: int = False  # the latest pass
-        self._shift: int = 0  # from the numbers of loaders to epochs
+    epoch: int = 0
+    _latest: int = NEVER  # the epoch of the latest pass that has begun
+    _is_chosen: int = False  # the epoch, since the latest pass began
+    _is_counted: int = False  # the next pass, by a loader of accelerate that makes it
+    _was_counted: int = False  # the latest pass
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass.
@@ -46,30 +49,33 @@ class EpochCounter:
         if not _is_number_of_a_pass():
             self.epoch, self._is_chosen = epoch, True
             return
-        self._number = epoch
         if not self._is_chosen:
-            # A pass without a number may be this one: torchdata's workers begin to read as their loader is made.
-            self.epoch = max(epoch + self._shift, self._latest + self._had_number)
+            # torchdata's workers begin a pass as their loader is made, so the first call may come after its begin.
+            self.epoch = max(self.epoch, self._latest + (self._was_counted or self._is_counted))
+        self._is_counted = True
 
     def _go_on(self) -> None:
         """Go on to the next epoch if a pass over this one has begun, unless it was chosen again."""
         if self._latest >= self.epoch and not self._is_chosen:
             self.epoch = self._latest + 1
 
-    def _begin(self) -> bool:
-        """Count a pass that begins. Return whether it repeats the epoch of the pass before, which nobody chose."""
+    def _begin(self, epochs_differ: bool) -> None:
+        """Count a pass that begins, and warn if it repeats an epoch in vain."""
         if _is_sharded_stateful_pass():
             say_once(
                 "stateful-loader",
                 "accelerate's use_stateful_dataloader saves no epoch in several processes, so a loader that loads its "
                 "state goes on in epoch 0. Call set_epoch(number) on the prepared loader when you resume.",
             )
-        again = self._latest == self.epoch and not self._is_chosen
-        self._had_number = self._number != NEVER
-        if self._had_number:
-            self._shift = self.epoch - self._number
-        self._latest, self._is_chosen, self._number = self.epoch, False, NEVER
-        return again
+        if epochs_differ and self._latest == self.epoch and not self._is_chosen:
+            say_once(
+                "same-epoch",
+                f"a sampler or a stream begins a second pass over epoch {self.epoch}, so documents come in the same "
+                "order again. Call set_epoch(number) before each pass, on it or on the loader that accelerate made. If "
+                f"you want the same order, call set_epoch({self.epoch}) again.",
+            )
+        self._was_counted = self._is_counted
+        self._latest, self._is_chosen, self._is_counted = self.epoch, False, False
 
 
 class EpochSampler(EpochCounter, ABC):
@@ -79,15 +85,28 @@ class EpochSampler(EpochCounter, ABC):
         epoch: the epoch of the next iteration, from 0.
     """
 
-    def __init__(self, epochs_differ: bool) -> None:
-        super().__init__()
-        self._epochs_differ = epochs_differ  # whether another epoch has another order
-        self._advances = False  # each pass is over the next epoch, unless one was chosen
-        self._counted_epoch = 0
-        self._before = ""  # what was trained on in that epoch with other settings, see `plan_segment`
-        self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
-        self._resumed = False  # the next iteration begins after `_done` batches
-        self._passes = 0  # only the latest pass counts its batches
+    _epochs_differ: bool  # whether another epoch has another order
+    _advances = False  # each pass is over the next epoch, unless one was chosen
+    _passes = 0  # only the latest pass counts its batches
+    _epoch = 0
+    _done = 0  # batches of the epoch that the latest pass has yielded
+    _before: Sequence[Any] = ()  # what was planned with other settings, see `Segment`
+    _waits = True  # the next pass begins after these batches
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._go_to(0)
+
+    def _go_to(self, done: int, before: Sequence[Any] = ()) -> None:
+        """Let the next pass over this epoch begin after `done` batches."""
+        self._done, self._before, self._waits = done, before, True
+        self._passes += 1
 
     @abstractmethod
     def __len__(self) -> int:
@@ -106,47 +125,24 @@ class EpochSampler(EpochCounter, ABC):
 
     def _find_begin(self) -> None:
         """Find the epoch and the first batch of the next pass."""
-        self._advances |= self._number != NEVER  # a loader of accelerate makes passes
+        self._advances |= bool(self._is_counted)  # a loader of accelerate makes passes
         if self._advances:
             self._go_on()
-        if self._counted_epoch != self.epoch or not self._resumed:
-            self._counted_epoch, self._done, self._resumed, self._before = self.epoch, 0, False, ""
+        if not self._waits:  # a pass has begun there
+            self._done, self._before = 0, ()
         len(self)  # raises errors now, not at the first batch
 
     def _pass(self) -> Iterator[list[Any]]:
         # A pass begins with its first batch: some loaders make iterators that they don't use, or choose an epoch after.
         self._find_begin()
-        if self._begin() and self._epochs_differ:
-            say_once(
-                "same-epoch",
-                f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
-                "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
-                f"same order, call set_epoch({self.epoch}) again.",
-            )
-        self._resumed = False
+        self._begin(self._epochs_differ)
+        self._waits = False
         self._passes += 1
-        this, made, batches = (self._passes, self.epoch), self._current(), len(self)
-        for number in range(self._done, batches):
-            if this == (self._passes, self._counted_epoch):
+        this, made = self._passes, self._current()
+        for number in range(self._done, len(self)):
+            if this == self._passes:
                 self._done = number + 1
             yield self._batch(made, number)
-
-    @property
-    def _batches_done(self) -> int:
-        """The batches of the epoch that the latest iterator has yielded, or that a loaded state counts."""
-        return self._done if self._counted_epoch == self.epoch else 0
-
-    def _count_done(self, batches_done: int | None) -> int:
-        """The batches that a state counts: as given, or those that were yielded."""
-        if batches_done is None:
-            return self._batches_done
-        return check_integer(batches_done, "batches_done", 0, len(self), "the number of batches of the epoch")
-
-    def _resume(self, epoch: int, done: int, before: str = "") -> None:
-        """Let the next iteration begin after the first batches of an epoch."""
-        self.set_epoch(epoch)
-        self._counted_epoch, self._before, self._done, self._resumed = epoch, before, done, True
-        self._passes += 1
 
     @property
     def sampler(self) -> Any:
@@ -175,3 +171,36 @@ def _is_sharded_stateful_pass() -> bool:
             in_shard = in_shard or name in ("BatchSamplerShard", "IterableDatasetShard")
         frame = frame.f_back
     return by_torchdata and in_shard
+
+
+def check_state(state: Any, names: set[str], owner: str) -> None:
+    """ValueError unless a state has the version of this package and these names."""
+    is_ours = isinstance(state, Mapping) and same(state.get("version"), VERSION) and state.keys() == names
+    if not is_ours:
+        raise ValueError(
+            f"this isn't a state of version {VERSION} of {owner}, as state_dict() returns it; got {state!r:.300}. "
+            "Resume with the version of tritonpack that saved it, or begin the epoch anew."
+        )
+
+
+def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    words = {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
+    return "; ".join(
+        f"{words.get(name, name)} was {saved[name]!r} and is {now!r}"
+        for name, now in sorted(settings.items())
+        if not same(saved[name], now)
+    )
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """32 hexadecimal digits of the values of arrays, the same on every machine."""
+    summary = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        summary.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return summary.hexdigest()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether plain values are equal and of the same types: True isn't 1."""
+    return pformat(one) == pformat(other)

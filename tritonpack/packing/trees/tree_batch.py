@@ -125,7 +125,7 @@ class TreeBatch:
         `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)` makes one padded tensor of the result.
 
         Args:
-            values: (1, N, ...) or (N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
+            values: (1, N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
 
         Returns:
             The values of each sequence, (length, ...) each.
@@ -134,9 +134,8 @@ class TreeBatch:
             ValueError: values of another shape or on another device.
         """
         refuse_removed(removed, "gather")
-        self._check(values, self.num_tokens, "values", "(1, N, ...) or (N, ...)")
-        rows = values[0] if values.shape[:2] == (1, self.num_tokens) else values
-        return list(rows.index_select(0, self.places).split(self.lengths))
+        self._check(values, "values", self.num_tokens)
+        return list(values[0].index_select(0, self.places).split(self.lengths))
 
     def logprobs(self, logits: Tensor, *, kept: bool = False, **removed: Any) -> list[Tensor]:
         """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
@@ -153,20 +152,20 @@ class TreeBatch:
         """
         refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
-        form = "(1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it"
-        self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
+        self._check(logits, "logits", len(self.targets) if kept else self.num_tokens, "vocabulary", 3)
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
         where = torch.arange(len(scores), device=scores.device) if kept else self.logits_to_keep
         return list((scores[where, self.targets] - normalizers[where]).split(self.target_counts))
 
-    def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
-        """ValueError unless values are a tensor of the form, on the batch's device."""
+    def _check(self, values: Any, name: str, places: int, rest: str = "...", most: int | None = None) -> None:
+        """ValueError unless values are a tensor of shape (1, places, rest) on the batch's device."""
         shape = tuple(values.shape) if isinstance(values, Tensor) else ()
-        fits = shape[:2] == (1, places) if dimensions else shape[:1] == (places,) or shape[:2] == (1, places)
-        if not fits or dimensions not in (None, len(shape)):
-            here = f"N = {self.num_tokens} tokens in the row and M = {len(self.targets)} targets"
-            raise ValueError(f"{name} must be of shape {form}; there are {here}. Got {describe(values)}.")
+        if shape[:2] != (1, places) or most not in (None, len(shape)):
+            raise ValueError(
+                f"{name} must be of shape (1, {places}, {rest}): the row has N = {self.num_tokens} tokens, and with "
+                f"kept=True logits of M = {len(self.targets)} targets. Got {describe(values)}."
+            )
         if values.device != self.places.device:
             raise ValueError(
                 f"{name} lie on {values.device} and the batch on {self.places.device}; move the batch first: "

@@ -34,9 +34,13 @@ def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
             raise ValueError(
                 f"has {next(iter(found))!r} but no {quote(absent)}; pass all columns that the processor returns."
             )
-        counts = {name: len(tensor) for name, tensor in found.items() if part.columns[name].axes[0] == kind}
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
+        sizes: dict[str, dict[str, int]] = {}
+        for name, tensor in found.items():
+            for axis, size in zip(part.columns[name].axes, tensor.shape, strict=True):
+                sizes.setdefault(axis, {})[name] = size
+        for axis, of_columns in sizes.items():
+            if len(set(of_columns.values())) > 1:
+                raise ValueError(f"has columns of different numbers of {axis}: {of_columns}; pass those of one call.")
         media[kind] = found
     return media
 
@@ -47,7 +51,10 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     tensor = as_tensor(values, name, f"an array with the axes ({axes}), as return_tensors='pt' makes it,")
     if tensor.ndim == len(column.axes) + 1 and len(tensor) == 1:
         tensor = tensor[0]
-    if tensor.ndim != len(column.axes) and tensor.numel():
+    wanted = [
+        int(axis[0]) if axis[0].isdigit() else size for axis, size in zip(column.axes, tensor.shape, strict=False)
+    ]
+    if tensor.numel() and (tensor.ndim != len(column.axes) or [*tensor.shape] != wanted):
         raise ValueError(
             f"has {name} of shape {tuple(tensor.shape)}; it takes ({axes}), as the processor returns it for one "
             "example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
