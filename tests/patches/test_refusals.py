@@ -311,7 +311,7 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
      "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
     (lazily("mamba2"), {}, TREE, "Leave tree_ends and share_prefixes out"),
     (lazily("electra-encoder"), {}, TREE, "Leave tree_ends and share_prefixes out"),
-    (lambda: of_class("LlamaForSequenceClassification/llama"), {}, TREE, "for several documents in"),
+    (lambda: of_class("LlamaForSequenceClassification/llama"), {}, TREE, "several documents"),
 ]  # fmt: skip
 
 
