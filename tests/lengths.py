@@ -1,10 +1,8 @@
-"""Document lengths for measurements: from a file if it is there, else from documented generators."""
+"""Document lengths for measurements, from documented generators."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -26,12 +24,11 @@ def fill(lengths: np.ndarray, tokens: int) -> list[int]:
     return np.diff(np.append(ends[: np.searchsorted(ends, tokens)], tokens), prepend=0).tolist()
 
 
-def _log_normal(mean: float, sigma: float, low: int, high: int, tokens: int, seed: int) -> list[int]:
-    draws = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, 4 * tokens // low)
-    return fill(np.clip(draws, low, high).astype(np.int64), tokens)
+def _log_normal(mean: float, sigma: float, low: int, high: int, tokens: int) -> list[int]:
+    return fill(np.maximum(log_normal(4 * tokens // low, mean, sigma, high), low), tokens)
 
 
-def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, list[int]]:
+def distributions(tokens: int) -> dict[str, list[int]]:
     """Name -> lengths that sum to `tokens`.
 
     one: a single document. skewed: half the tokens in one document, the rest in documents of 256. stdlib: log-normal,
@@ -39,24 +36,18 @@ def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, li
     0.8. orca: log-normal, mean 320, sigma 0.4; OrcaMath's data card counts 225,322,861 bytes in 200,035 examples, which
     is 1,126 bytes each, and 3.5 bytes a token are assumed; that examples are longer than FLAN's and vary much less is
     what "Packing with Flash Attention 2" (Hugging Face) says, how much less is assumed, too. openchat: as `lookalike`.
-    tiny: documents of 20. file: the counts of a JSON list, in order, over and over.
+    tiny: documents of 20.
     """
     short = tokens // 2
-    batches = {
+    return {
         "one": [tokens],
         "skewed": [tokens - short, *fill(np.full(short, 256), short)],
-        "stdlib": _log_normal(700, 1.2, 16, 16384, tokens, seed=0),
-        "flan": _log_normal(*FLAN, 8, 4096, tokens, seed=0),
-        "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens, seed=0),
+        "stdlib": _log_normal(700, 1.2, 16, 16384, tokens),
+        "flan": _log_normal(*FLAN, 8, 4096, tokens),
+        "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens),
         "openchat": fill(np.resize(lookalike(), tokens // 24 + 1), tokens),
         "tiny": fill(np.full(tokens, 20), tokens),
     }
-    if lengths_file is not None:
-        counts = json.loads(lengths_file.read_text())
-        if not isinstance(counts, list) or not counts or not all(isinstance(n, int) and n > 0 for n in counts):
-            raise ValueError(f"{lengths_file} must hold a JSON list of positive token counts.")
-        batches["file"] = fill(np.resize(np.array(counts), tokens), tokens)
-    return batches
 
 
 def lookalike(documents: int = 6144, seed: int = 0) -> np.ndarray:

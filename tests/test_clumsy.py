@@ -1,4 +1,4 @@
-"""Values of the wrong type or size, one at a time, for every parameter of the public functions.
+"""Values of the wrong type or size, one at a time, for one parameter of each kind of check.
 
 Each value either raises a ValueError of tritonpack or is accepted. The accepted kinds of values are listed here.
 """
@@ -48,7 +48,6 @@ ROWS = torch.randn(5, 2, 16)
 QKV = dict.fromkeys("qkv", ROWS)
 MASK = Mask.from_seqlens([2, 3])
 DOCUMENTS = [[1] * length for length in LENGTHS]
-MULTIPACK = {"batch_max_length": 8, "lengths": LENGTHS, "num_replicas": 2, "rank": 0}
 
 
 def loaded(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,19 +88,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "flash_attn_func": (
-        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]),
-        {"v": "", "window_size": "ints array", "s_aux": "none tensor-floats"},
-    ),
-    "torch_varlen_attn": (
-        flash_attn.torch_varlen_attn,
-        {**dict.fromkeys(("query", "key", "value"), ROWS),
-         **dict.fromkeys(("cu_seq_q", "cu_seq_k"), torch.tensor([0, 2, 5], dtype=torch.int32))},
-        {"query": "", "cu_seq_q": "", "return_aux": "none"},
+        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints array"},
     ),
     "unpad_input": (
         flash_attn.bert_padding.unpad_input,
         {"hidden_states": torch.randn(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
-        {"hidden_states": "", "attention_mask": ""},
+        {"hidden_states": ""},
     ),
     "pack": (tritonpack.pack, {"lengths": LENGTHS, "capacity": 8}, {"lengths": "ints array", "max_items": "none np3"}),
     "plan_epoch": (
@@ -112,9 +104,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         loaded(tritonpack.pack_stream), {"documents": DOCUMENTS, "capacity": 8},
         {"documents": "empty ragged tensor-2d", "window": "np3"},
     ),
-    "MultipackDistributedBatchSampler": (
-        loaded(tritonpack.MultipackDistributedBatchSampler), MULTIPACK, {"num_replicas": "none np3", "rank": "zero"},
-    ),
     "MultipackBatchSampler": (
         loaded(tritonpack.MultipackBatchSampler),
         {"sampler": range(8), "batch_size": 1, "batch_max_len": 8, "lengths": LENGTHS},
@@ -122,10 +111,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     ),
     "PackingCollator": (tritonpack.PackingCollator, {}, {"pad_to_multiple_of": "none", "per_token": "empty"}),
     "a batch": (tritonpack.PackingCollator(), {"features": [{"input_ids": [1, 2]}]}, {"features": ""}),
-    "labels": (
-        lambda labels: tritonpack.PackingCollator()([{"input_ids": [1, 2], "labels": labels}]), {"labels": [1, 2]},
-        {"labels": "ints array"},
-    ),
 }  # fmt: skip
 PARAMETERS = [(name, parameter) for name, (_, _, parameters) in CALLS.items() for parameter in parameters]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import blocked
 from tritonpack.testing import Case, Inputs, make_inputs
@@ -21,18 +21,6 @@ ATTENTION = torch.ops.tritonpack.attention.default
 BACKWARD = torch.ops.tritonpack.attention_backward.default
 BACKENDS = ["blocked", "reference"]
 CASE = Case("everything", (9, 4, 5), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.2, head_dim_v=8)
-
-
-class Recorded(TorchDispatchMode):
-    """The operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[Any] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(operator)
-        return operator(*args, **(kwargs or {}))
 
 
 class Subclass(Tensor):
@@ -67,7 +55,7 @@ def test_both_ways_give_the_same_bits(backend: Any) -> None:
     assert all(x.is_contiguous() for x in plain)
     with Recorded() as recorded:
         assert_equal(outputs(inputs, leaves(inputs), backend), plain)
-    assert {ATTENTION, BACKWARD} <= {*recorded.operators}
+    assert {ATTENTION, BACKWARD} <= {operator for operator, *_ in recorded.calls}
     subclass = [x.detach().as_subclass(Subclass).requires_grad_() for x in leaves(inputs)]
     assert_equal(outputs(inputs, subclass, backend), plain)
 
@@ -75,7 +63,7 @@ def test_both_ways_give_the_same_bits(backend: Any) -> None:
     out, lse = attend(inputs, *given, backend=backend)
     with Recorded() as recorded:
         assert_equal(torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse]), plain[2:])
-    assert BACKWARD in recorded.operators
+    assert BACKWARD in {operator for operator, *_ in recorded.calls}
 
 
 def test_fake_tensors_pass_the_operator() -> None:
@@ -149,6 +137,7 @@ def test_the_first_call_of_a_process_can_be_compiled() -> None:
     """The backend is imported while torch.compile traces."""
     program = """
 import torch
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask, varlen_attention
 mask = BlockDiagonalMask.from_seqlens([17, 40, 20])
 q, k, v = (torch.randn(77, heads, 16) for heads in (4, 2, 2))

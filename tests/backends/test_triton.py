@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
 from tritonpack.errors import BackendUnavailableError
@@ -130,18 +130,13 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     assert (base.data_ptr() == x.data_ptr()) == is_aligned
 
 
-class Copies(TorchDispatchMode):
-    """Counts the copies of tensors of rows, heads and columns, by their numbers of heads and columns."""
+COPIES = ("aten::copy_", "aten::clone", "aten::constant_pad_nd", "aten::_to_copy")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[int, ...]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        copies = ("aten::copy_", "aten::clone", "aten::constant_pad_nd", "aten::_to_copy")
-        if func.name().split(".")[0] in copies and args[0].ndim == 3:
-            self.seen[tuple(args[0].shape[1:])] += 1
-        return func(*args, **(kwargs or {}))
+def copies(recorded: Recorded) -> Counter[tuple[int, ...]]:
+    """How many tensors of rows, heads and columns were copied, by their heads and columns."""
+    given = [args[0] for operator, args, _ in recorded.calls if operator.name().split(".")[0] in COPIES]
+    return Counter(tuple(x.shape[1:]) for x in given if x.ndim == 3)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -155,13 +150,13 @@ def test_each_operator_copies_an_input_once_at_most(odd: int, size: int) -> None
     )
     options = make_options(q, mask)
     tiles = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
-    with Copies() as forward:
+    with Recorded() as forward:
         out, lse = triton_backend.forward(q, k, v, mask, options, tiles)
-    with Copies() as backward:
+    with Recorded() as backward:
         triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, tiles)
     inputs = {(4, size): odd, (2, size): odd, (2, size + 8): odd}
-    assert forward.seen == Counter(inputs)
-    assert backward.seen == Counter(inputs | {(4, size + 8): odd})
+    assert copies(forward) == Counter(inputs)
+    assert copies(backward) == Counter(inputs | {(4, size + 8): odd})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The compile report: its rows, which of them are out of date, compilers that fail, and the page."""
+"""The compile report: its rows, which of them are out of date, compilers that fail."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks import compile_report
-from benchmarks.compile_matrix import page
 from benchmarks.compile_report import Row, compile_rows, make_row, read_rows, stale, write_rows
 from tests.kernels import lint
 from tests.kernels.aot import USES_TILES_OF, Configuration, Resources
@@ -54,18 +53,6 @@ def test_findings(found: Any, expected: list[str]) -> None:
 
 def row(configuration: Any, version: str = triton.__version__, **facts: str) -> Row:
     return make_row(configuration, RESOURCES) | {"triton": version} | facts
-
-
-def test_row() -> None:
-    configuration = Configuration("dq", "sm_80", 64, torch.bfloat16)
-    found = make_row(configuration, RESOURCES)
-    assert found.pop("key") == key(configuration)
-    assert found == {
-        "triton": triton.__version__, "configuration": "dq-sm_80-d64-bf16", "tile": "128x32 w8 s2 h4",
-        "findings": "5 spills in loops", "minor": "4 spills outside", "registers": "128", "shared_bytes": "2048",
-        "instructions": "500", "matrix_instructions": "8", "spills": "9", "loop_instructions": "200 100",
-        "loop_spills": "5 0", "loop_barriers": "2 1", "loop_waits": "3 2",
-    }  # fmt: skip
 
 
 def test_every_name_is_unique_and_every_gpu_has_kernels() -> None:
@@ -142,25 +129,3 @@ def test_a_compiler_may_raise_or_end_its_process(monkeypatch: pytest.MonkeyPatch
     assert rows[str(DKDV)]["error"] == "RuntimeError: no such layout"
     assert {rows[str(c)]["findings"] for c in (FORWARD, DKDV)} == {"doesn't compile"}
     assert rows[str(DQ)] == make_row(DQ, RESOURCES)
-
-
-def test_page() -> None:
-    clean = {"findings": "", "minor": ""}
-    text = page(
-        [
-            row(FORWARD, version="3.6.0", findings="2 spills in loops", minor="4 spills outside"),
-            row(DKDV, version="3.6.0", findings="", minor="7 spills outside"),
-            row(DQ, version="3.6.0", **clean),
-            row(FORWARD, version="3.9.0", **clean),
-        ]
-    )
-    assert "| GPU | Triton 3.6.0: 16 bits at 64, 128 | others | Triton 3.9.0: 16 bits at 64, 128 | others |" in text
-    assert "| sm_80 | 1 / 2 / 3 |  | 1 / 1 / 1 |  |" in text
-    assert f"| {FORWARD} | 2 spills in loops; 4 spills outside | clean |" in text
-    assert f"| {DKDV} | 7 spills outside |  |" in text
-    assert f"| {DQ} | {DQ.tile.block_m}x" in text  # only in the last table
-    assert text.count(f"| {DQ} |") == 1
-    assert "## Registers, shared memory and loops" in text
-    tile = "128 | 2.0 | 200 100 | 2 1 | 3 2"
-    assert f"| {FORWARD} | {make_row(FORWARD, RESOURCES)['tile']} | {tile} | {tile} |" in text
-    assert f"| {DKDV} | {make_row(DKDV, RESOURCES)['tile']} | {tile} |  |  |  |  |  |" in text

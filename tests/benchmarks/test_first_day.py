@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.first_day import ROOT, STEPS, Day, Step, main
+from benchmarks.first_day import ROOT, STEPS, Day, Step
 from benchmarks.gpu.compile_ahead import calls_for
 from benchmarks.gpu.shapes import shapes
 from benchmarks.harness.ledger import CONTINUE
@@ -105,14 +105,6 @@ def test_children_end_with_the_step_and_with_the_call(tmp_path: Path) -> None:
     assert process.wait() == 1
     found = subprocess.run(["pgrep", "-f", HANGS], capture_output=True, text=True).stdout
     assert found == ""
-
-
-def test_main_lists_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--list"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == [step.name for step in STEPS]
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path), "--only", "x"])
-    assert "invalid choice: 'x'" in capsys.readouterr().err
 
 
 def test_steps_come_in_order_and_fit_a_call() -> None:

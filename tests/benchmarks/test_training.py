@@ -1,14 +1,10 @@
 """The training benchmark: its documents, its models and its rows."""
 
-import functools
-
 import numpy as np
-import pytest
 
 from benchmarks import training
 from examples.demo.corpus import END_OF_DOCUMENT
 from examples.demo.training import Run
-from tests.lengths import flan
 
 # Seconds, MiB and computed tokens of a step.
 WAYS = {"padded": (2.0, 800, 200), "unpadded": (1.25, 500, 100), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}
@@ -28,16 +24,6 @@ def test_documents_have_the_lengths_drawn():
     assert [document[-1] for document in documents] == [END_OF_DOCUMENT] * 3
     assert documents[0].tolist() == [0, 1, 2, END_OF_DOCUMENT]
     assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # from the start again after the end
-
-
-@pytest.mark.slow
-def test_documents_are_the_same_in_every_run(monkeypatch):
-    monkeypatch.setattr(training, "read_corpus", functools.cache(training.read_corpus))
-    steps, held_out = training.make_batches(flan, steps=3, documents=4, seed=0)
-    again, _ = training.make_batches(flan, steps=3, documents=4, seed=0)
-    assert [len(step) for step in steps] == [4, 4, 4]
-    assert len(held_out) == training.HELD_OUT
-    assert all(np.array_equal(a, b) for x, y in zip(steps, again, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_figures_compare_with_padded():

@@ -23,6 +23,7 @@ WRONG = [
     ("nonsense", "No such command 'nonsense'"),
     ("check-backend a:b --device tpu", "Invalid value for '--device'"),
     ("check-backend --nonsense", "--nonsense"),
+    (f"check-backend {RIGHT} --dtype int8", "--dtype must be one of 'float32', 'float16', 'bfloat16'; got 'int8'"),
     ("check-backend", "name the function as module:function, such as flash_attn:flash_attn_func; got ''"),
     ("check-backend no_such_module:f", "no_such_module:f can't be imported: ModuleNotFoundError"),
     ("check-backend tritonpack.packing.bins:__doc__", "tritonpack.packing.bins:__doc__ is not a function but str"),

@@ -1,8 +1,8 @@
-import contextlib
 import json
 import re
 import sys
-from types import SimpleNamespace
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,13 +31,6 @@ def config_of(kind, **values):
     return transformers.CONFIG_MAPPING[kind](**values)
 
 
-def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
-    """A folder with weights, written by save_pretrained."""
-    torch.manual_seed(0)
-    cls(config_of(kind, **(SMALL if kind == "electra" else TINY), **values)).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("kind", "named", "values", "code", "words"),
     [
@@ -62,7 +55,9 @@ def test_configuration(kind, named, values, code, words, tmp_path, capsys):
 
 
 def test_weights(tmp_path, capsys, monkeypatch):
-    tiny, path = saved(tmp_path / "tiny"), tmp_path / "findings.json"
+    tiny, path = tmp_path / "tiny", tmp_path / "findings.json"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config_of("llama", **TINY)).save_pretrained(tiny)
     arguments = ("check", tiny, "--weights", "--device", "cpu")
     assert run(*arguments, "--json", path) == 0
     output = capsys.readouterr().out
@@ -76,8 +71,7 @@ def test_weights(tmp_path, capsys, monkeypatch):
     assert (found["weights"], found["model_type"], found["class"]) == (True, "llama", "LlamaForCausalLM")
     assert (found["stock"]["verdict"], found["tritonpack"]["verdict"]) == ("leak", "exact")
 
-    handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed", prove=lambda: None))
-    monkeypatch.setattr(command, "patch", lambda model: handle)
+    monkeypatch.setattr(command, "patch", lambda model: nullcontext(Mock(report="nothing was changed")))
     assert run(*arguments) == 3
     leak = "tritonpack +leak: documents of a batch packed by position_ids see each other"
     assert re.search(f"nothing was changed *\nstock transformers +leak: .*\n{leak}", capsys.readouterr().out)

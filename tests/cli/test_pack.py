@@ -139,27 +139,17 @@ def test_place_in_files(tmp_path, error, kind):
     assert f"document 3 of {path / f'1.{kind}'} has 4 input_ids but 1 labels; give" in error(path)
 
 
-def test_damaged_folder_of_save_to_disk(tmp_path, error):
-    path = tmp_path / "in"
-    datasets.Dataset.from_list(documents()).save_to_disk(path)
-    good = (path / "state.json").read_bytes()
-    for content in (b"", b"[]", b'{"_data_files": [{}]}'):
-        (path / "state.json").write_bytes(content)
-        assert f"{path} can't be read" in error(path)
-    (path / "state.json").write_bytes(good)
-    (data,) = path.glob("*.arrow")
-    data.unlink()
-    assert re.search(rf"{path} can't be read: .*{data.name}", error(path))
-
-
-def test_paths(tmp_path, error, monkeypatch):
+def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    table = datasets.Dataset.from_list(documents())
+    datasets.DatasetDict(train=table, test=table).save_to_disk("splits")
     for name in ("empty", "mixed", "data"):
         (tmp_path / name).mkdir()
     for name in ("a.txt", "empty.jsonl", "empty.arrow", "broken.parquet", "mixed/a.jsonl", "mixed/a.parquet"):
         (tmp_path / name).write_text("broken" * 100 if "broken" in name else "")
     (tmp_path / "link.jsonl").symlink_to("nowhere")
-    for path, message in [
+    files = write_files(tmp_path / "files", "jsonl", documents())
+    for path, *options, message in [
         *[(path, f"there is no file or folder {path}") for path in ("./nowhere", "nowhere.parquet", "data/nothere")],
         ("empty", "has no file that can be read; name files of one format: .arrow, .parquet, .jsonl"),
         ("a.txt", "has files that end in '.txt'; name files of one format: .arrow"),
@@ -168,20 +158,17 @@ def test_paths(tmp_path, error, monkeypatch):
         ("empty.jsonl", "holds no document"),
         *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow")],
         ("link*", "link.jsonl can't be read: [Errno 2] No such file"),
+        ("splits", "has the splits test, train; name one of them as split; got None"),
+        ("splits", "--split", "dev", "name one of them as split; got 'dev'"),
+        *[(path, "--split", "train", "has no splits; leave out --split train") for path in ("splits/train", files)],
+        (files, "--out", files / "rows", f"--out {files / 'rows'} lies in {files}, whose files are the documents"),
     ]:
-        assert message in error(path)
-
-
-def test_splits_and_rows_within_the_documents(tmp_path, error, capsys):
-    table = datasets.Dataset.from_list(documents())
-    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "in")
-    assert "has the splits test, train; name one of them as split; got None" in error(tmp_path / "in")
-    assert "name one of them as split; got 'dev'" in error(tmp_path / "in", "--split", "dev")
-    files = write_files(tmp_path / "files", "jsonl", documents())
-    for path in (tmp_path / "in" / "train", files):
-        assert "has no splits; leave out --split train" in error(path, "--split", "train")
-    message = refused(capsys, "pack", files, "--capacity", 10, "--out", files / "rows")
-    assert f"--out {files / 'rows'} lies in {files}, whose files are the documents" in message
+        assert message in error(path, *options)
+    state, (data,) = tmp_path / "splits" / "train" / "state.json", (tmp_path / "splits" / "train").glob("*.arrow")
+    data.rename(tmp_path / "gone")
+    assert re.search(rf"splits can't be read: .*{data.name}", error("splits", "--split", "test"))
+    state.write_text("[]")
+    assert "splits/train can't be read: " in error("splits/train")
 
 
 def test_name_on_the_hub(error, monkeypatch):

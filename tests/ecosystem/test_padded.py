@@ -274,5 +274,5 @@ def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_p
     model = mixtral()
     tritonpack.patch(model, unpad=True)
     trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
-    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced since this model was patched"):
+    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced after this model was patched"):
         trainer.train()

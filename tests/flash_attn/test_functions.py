@@ -4,7 +4,6 @@ tests/flash_attn/test_conformance.py compares their results with float64.
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,15 +104,6 @@ def test_used_lengths(causal: bool, peer: str) -> None:
     rest = torch.ones(out.shape[0], dtype=torch.bool)
     rest[rows_q] = False
     assert not out[rest].any()
-
-
-def test_qv_as_one_product() -> None:
-    """The remedy in the error about qv works."""
-    q, k, qv, v = (torch.randn(100, 1, width, dtype=torch.float64) for width in (8, 8, 32, 32))
-    cu = offsets((100,))
-    out, _ = fa4.flash_attn_varlen_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v, None, cu, cu)
-    scores = (q[:, 0] @ k[:, 0].T + qv[:, 0] @ v[:, 0].T) / math.sqrt(40)
-    torch.testing.assert_close(out[:, 0], torch.softmax(scores, -1) @ v[:, 0])
 
 
 def test_windows_chunks_and_one_split() -> None:

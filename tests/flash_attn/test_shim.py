@@ -33,39 +33,26 @@ def _undone() -> Iterator[None]:
     sys.meta_path[:] = finders
 
 
-def test_imports() -> None:
+def test_packages_find_it() -> None:
     with flash_attn.install():
         import flash_attn as package
-        from flash_attn import flash_attn_interface, flash_attn_varlen_func
-        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
-        from flash_attn.flash_attn_interface import flash_attn_func
+        from flash_attn import flash_attn_interface
+        from flash_attn.bert_padding import index_first_axis, unpad_input
 
+        assert all(getattr(package, name) is getattr(fa2, name) for name in fa2.__all__)
+        assert all(getattr(flash_attn_interface, name) is getattr(fa2, name) for name in fa2.__all__)
         assert package.flash_attn_interface is flash_attn_interface
-        assert package.bert_padding.pad_input is pad_input
-        assert flash_attn_varlen_func is fa2.flash_attn_varlen_func
-        assert flash_attn_func is fa2.flash_attn_func
+        assert package.bert_padding.pad_input is bert_padding.pad_input
         assert (index_first_axis, unpad_input) == (bert_padding.index_first_axis, bert_padding.unpad_input)
-        from flash_attn import flash_attn_varlen_qkvpacked_func
-
-        cu = torch.tensor([0, 3, 5], dtype=torch.int32)
-        assert flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), cu, 3, causal=True).shape == (5, 2, 16)
         with pytest.raises(ImportError):
             from flash_attn.losses import cross_entropy  # noqa: F401
         with pytest.raises(ImportError, match="_flash_attn_varlen_forward"):
             from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # noqa: F401
-
-
-def test_packages_find_it() -> None:
-    with flash_attn.install():
         for name in ("flash_attn", "flash-attn", "Flash_Attn"):
-            assert importlib.metadata.version(name) == VERSION
+            assert importlib.metadata.version(name) == VERSION == package.__version__
         assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn"]
-        assert "flash-attn" in [d.metadata["Name"] for d in importlib.metadata.distributions()]
         for name in (NAME, f"{NAME}.flash_attn_interface", f"{NAME}.bert_padding"):
             assert importlib.util.find_spec(name).name == name  # type: ignore[union-attr]
-        assert importlib.import_module(NAME).__version__ == VERSION
-        assert importlib.metadata.version("torch") == torch.__version__
-        assert not list(importlib.metadata.distributions(path=[]))
         with pytest.raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("flash-attn-3")
 
@@ -118,25 +105,20 @@ def test_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.import_module(NAME).__version__ == "1.0"
 
 
-def test_unpad_and_pad() -> None:
+@pytest.mark.parametrize("unused", [None, [[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]], ids=["", "unused"])
+def test_unpad_and_pad(unused: Any) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
+    unused = None if unused is None else torch.tensor(unused)
+    kept = mask if unused is None else mask + unused
     x = torch.randn(3, 4, 2, 5, requires_grad=True)
-    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
-    assert (cu.tolist(), cu.dtype, longest) == ([0, 2, 2, 5], torch.int32, 3)
-    assert used.tolist() == [2, 0, 3]
-    assert torch.equal(rows, x[mask.bool()])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    begins, most = ([0, 2, 2, 5], 3) if unused is None else ([0, 3, 3, 7], 4)
+    assert (cu.tolist(), cu.dtype, longest, used.tolist()) == (begins, torch.int32, most, [2, 0, 3])
+    assert torch.equal(rows, x[kept.bool()])
     back = bert_padding.pad_input(rows, indices, 3, 4)
-    assert torch.equal(back, x * mask[..., None, None])
+    assert torch.equal(back, x * kept[..., None, None])
     (grad,) = torch.autograd.grad(back.sum(), x)
-    assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
-
-
-def test_unused_mask() -> None:
-    mask, unused = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [0, 0, 1]])
-    rows, indices, cu, longest, used = bert_padding.unpad_input(torch.randn(2, 3, 4), mask, unused)
-    assert (cu.tolist(), longest, used.tolist()) == ([0, 3, 5], 3, [2, 1])
-    assert indices.tolist() == [0, 1, 2, 3, 5]
-    assert rows.shape == (5, 4)
+    assert torch.equal(grad, kept[..., None, None].expand_as(x).float())
 
 
 # transformers looks for a GPU before a model may use FlashAttention; the test replaces that function.

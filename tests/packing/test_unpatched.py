@@ -16,7 +16,7 @@ pytest.importorskip("transformers.modeling_utils")
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
 COLLATORS = [
     (PackingCollator(), "FlashAttention implementations, which read position_ids in training, do so, too."),
-    (PackingCollator(8, 0), "don't, because of the attention_mask that pad_to_multiple_of adds."),
+    (PackingCollator(8, 0), "don't beside the mask of pad_to_multiple_of."),
     (VisionPackingCollator(LLAVA), "Call tritonpack.patch(model) before the first batch."),
     (TreeCollator(), "Other models ignore tree_ends"),
 ]

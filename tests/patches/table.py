@@ -16,7 +16,7 @@ import transformers
 
 from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases
-from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
+from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, RESULTS, SHOWN, Row
 from tests.patches.sweep.running import takes_options
 
 PAGE = Path(__file__).parent / "sweep" / "models.md.in"  # docs/models.md, with fields in braces
@@ -33,7 +33,8 @@ class Found:
         self.listed.sort(key=lambda case: (case.model_type, case.name))
 
     def of(self, case: Case, how: str) -> Row:
-        row = self.rows.get((case.key, how)) or self.rows.get((case.key, ANY))
+        row = self.rows.get((case.key, HOWS[0]))
+        row = row if row and row.verdict in NEVER else self.rows.get((case.key, how))
         if row is None:
             raise SystemExit(f"{case.key} has no row for {how!r}; run python -m tests.patches.sweep first.")
         return row
@@ -49,8 +50,9 @@ def class_rows(found: Found) -> str:
     for case in found.listed:
         patch = found.of(case, "patch")
         ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if takes_options(case) else ()))]
-        verdicts = ["" if row.how == ANY and i else row.verdict for i, row in enumerate(ways)]
-        reasons = [why(row) for i, row in enumerate(ways) if i != 1 and (row.how != ANY or not i)]
+        ways = ways[:1] if patch.verdict in NEVER else ways
+        verdicts = [row.verdict for row in ways]
+        reasons = [why(row) for row in ways if row.how != "name"]
         worst = max((row.worst for row in ways if "exact" in row.forms.values()), default=0.0)
         bound = f"{10.0 ** math.ceil(math.log10(worst)):.0e}" if worst else ""  # digits change from run to run
         note = f" ({patch.note[:120]})" if patch.note else ""
@@ -118,7 +120,7 @@ def main() -> None:
     results.save_shown(rows, options.shown)
     print(sentence(found, version))
     for version in sorted({row.version for row in rows}, key=lambda version: [*map(int, version.split("."))]):
-        seen = Counter(x.verdict for x in rows if x.version == version and x.how in ("patch", ANY))
+        seen = Counter(x.verdict for x in rows if x.version == version and x.how == HOWS[0])
         print(f"transformers {version}: " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS))
     print(f"{options.out} and {options.shown} written")
 

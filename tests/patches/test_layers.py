@@ -143,6 +143,6 @@ def test_forward_replaced_after_patching_is_refused() -> None:
         assert torch.equal(model(**call).aux_loss, expected)
         model.forward = types.MethodType(type(model).forward, model)
         assert model(**call | {"output_router_logits": False}).logits.isfinite().all()
-        with pytest.raises(ValueError, match=r"the forward of MixtralForCausalLM was replaced since .* was patched"):
+        with pytest.raises(ValueError, match=r"the forward of MixtralForCausalLM was replaced after .* was patched"):
             model(**call)
         model.forward = own

@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
-    MambaConfig,
     PreTrainedModel,
 )  # fmt: skip
 
@@ -38,7 +36,6 @@ from tests.patches.calls import (
     state,
 )  # fmt: skip
 from tests.patches.comparison import apart
-from tests.patches.models import tiny_model
 from tritonpack import UnsupportedModelError
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
@@ -120,23 +117,9 @@ def test_the_later_patch_is_in_force() -> None:
     assert state(one.model) == one.before
 
 
-def test_leaving_a_suspended_patch_changes_nothing() -> None:
-    before = state(model := build("llama"))
-    options: Any = ({}, {"backend": "reference"}, {"attention": "sdpa"})
-    outer, middle, inner = (tritonpack.patch(model, **one) for one in options)
-    during = state(model)
-    middle.unpatch()
-    assert state(model) == during
-    inner.unpatch()
-    assert outer.report.replaced == "sdpa"
-    outer.unpatch()
-    assert state(model) == before
-
-
-@pytest.mark.parametrize("others", [{}, {"backend": "reference"}], ids=["alike", "another"])
-def test_threads_that_patch_one_model_leave_it_unpatched(others: dict[str, str]) -> None:
-    model, errors = build("llama"), []
-    before = state(model)
+def test_threads_that_patch_one_model_leave_it_unpatched() -> None:
+    """Two with the same options, and one with another backend."""
+    before, errors = state(model := build("llama")), []
 
     def patch_and_unpatch(**options: Any) -> None:
         try:
@@ -149,7 +132,7 @@ def test_threads_that_patch_one_model_leave_it_unpatched(others: dict[str, str])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        in_threads([patch_and_unpatch, lambda: patch_and_unpatch(**others)])
+        in_threads([patch_and_unpatch, patch_and_unpatch, lambda: patch_and_unpatch(backend="reference")])
     finally:
         sys.setswitchinterval(interval)
     assert not errors
@@ -175,23 +158,6 @@ def test_each_thread_has_its_own_packing(name: str) -> None:
         in_threads([lambda: run(0), lambda: run(1)])
     assert len(gaps) == 2 * times
     assert max(gaps) < EXACT
-
-
-def test_gradients_of_threads_add_up() -> None:
-    one = Patchable("llama share")
-    want = [alone(one.model, pieces).gradients for pieces in (documents(), alike())]
-    outputs: list[Any] = []
-
-    def run(pieces: Any) -> None:
-        batch = call_of("padded_right", pieces)
-        got = one.model(**batch).logits[batch["attention_mask"].bool()]
-        outputs.append((got * torch.linspace(-1, 1, got.numel(), dtype=got.dtype).view_as(got)).sum())
-
-    with one.patch():
-        in_threads([lambda: run(documents()), lambda: run(alike())])
-        torch.stack(outputs).sum().backward()
-    found = [p.grad for p in one.model.parameters()]
-    assert apart([a + b for a, b in zip(*want, strict=True)], found) < EXACT
 
 
 @pytest.mark.parametrize("name", [name for name, options in MODELS.items() if options])
@@ -231,14 +197,17 @@ def test_a_patch_of_the_base_model_inside(options: dict[str, bool]) -> None:
     assert 0 < handle.saved.tokens_computed < handle.saved.tokens_given
 
 
-def test_handles_and_models_are_freed() -> None:
-    """A handle that is collected changes nothing; no cycle through hooks keeps weights until the next collection."""
+def test_handles_and_models_are_freed(tmp_path: Any) -> None:
+    """A handle that is collected changes nothing; no cycle through hooks keeps weights until the next collection. A
+    saved model has no trace of the patch."""
     model = build("llama")
     tritonpack.patch(model)
     during = state(model)
     tritonpack.patch(model)
     gc.collect()
     assert state(model) == during
+    model.save_pretrained(tmp_path)
+    assert "tritonpack" not in (tmp_path / "config.json").read_text()
     tritonpack.unpatch(model)
     packed(model)
     freed: list[bool] = []
@@ -252,32 +221,25 @@ def test_handles_and_models_are_freed() -> None:
         gc.enable()
 
 
-def test_a_saved_model_has_no_trace_of_the_patch(tmp_path: Any) -> None:
-    model = tiny_model("llama")
-    with tritonpack.patch(model):
-        model.save_pretrained(tmp_path)
-    assert "tritonpack" not in (tmp_path / "config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+# A model, options of patch(), and how its report begins.
+REPORTS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2", {"backend": "reference"}, "qwen2: backend reference, in place of sdpa"),
+    ("llama", {}, "llama: backend blocked (auto, on cpu), in place of sdpa"),
+    ("llama", {"attention": "sdpa"}, "llama: sdpa with a dense mask"),
+    ("llama", {"attention": "eager"}, "llama: eager with a dense mask"),
+    ("mamba", {}, "mamba: no attention in its layers\n"),
+    ("mamba", {"attention": "eager"}, "mamba: no attention in its layers\n"),
+]
 
 
-def test_report() -> None:
-    report = (handle := tritonpack.patch(tiny_model("qwen2"), backend="reference")).report
-    assert (report.model_type, report.by_document, report.left) == ("qwen2", (), ())
-    assert str(report) == "qwen2: backend reference, in place of sdpa"
-    assert str(report) in repr(handle)
-    model = tiny_model("llama", dtype=torch.float32)
-    with tritonpack.patch(model) as handle:
-        assert (handle.report.runs, handle.report.backend) == ("blocked (auto, on cpu)", "auto")
-        assert "backend blocked (auto, on cpu), in place of sdpa" in str(handle.report)
+@pytest.mark.parametrize(("family", "options", "words"), REPORTS)
+def test_report(family: str, options: dict[str, Any], words: str) -> None:
+    with tritonpack.patch(model := zoo.tiny_model(family), **options) as handle:
+        assert str(handle.report).startswith(words)
+        assert str(handle.report) in repr(handle)
+        assert (handle.report.model_type, handle.report.left) == (family, ())
         model.to("meta")  # as another device: the report names what would run there
-        assert "backend auto, in place of sdpa" in str(handle.report)
-    for attention in ("sdpa", "eager"):
-        with tritonpack.patch(model, attention=attention) as handle:
-            assert (handle.report.runs, f"{attention} with a dense mask" in str(handle.report)) == (attention, True)
-    for attention in ("tritonpack", "eager"):
-        mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-        with tritonpack.patch(mamba, attention=attention) as handle:
-            assert str(handle.report).startswith("mamba: no attention in its layers\n")
+        assert options or family == "mamba" or "backend auto, in place of sdpa" in str(handle.report)
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:

@@ -1,17 +1,16 @@
 """Runs every case of attention, forward and backward, on the virtual GPU, and continues where it was ended.
 
-    python -m tests.virtual_gpu.every_case every-case.tsv fp16:sm_90 fp32:sm_80 bf16:sm_90:gluon
+    python -m tests.virtual_gpu.every_case every-case.jsonl fp16:sm_90 fp32:sm_80 bf16:sm_90:gluon
 
 Each case also runs with a longer document, which fills several tiles, and with slack and a window. A line of the file
-says case, dtype and architecture, "right" or what is wrong, and seconds of the processor. The file beside it, with
-`.lines` in place of `.tsv`, says which instructions of each kernel didn't run. At the end both are summed up.
+says case, dtype and architecture, "right" or what is wrong, and which instructions of each kernel didn't run. At the
+end they are summed up.
 """
 
 import argparse
 import hashlib
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,24 +18,10 @@ from typing import Any
 
 import torch
 
-from tests.virtual_gpu.device import Executable, VirtualGPU, virtual_gpu
-from tests.virtual_gpu.test_attention import CASES, DTYPES, check
-from tritonpack import BlockDiagonalMask
+from tests.virtual_gpu.device import Executable
+from tests.virtual_gpu.test_attention import DTYPES, check
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.testing.cases import parents_of
-
-TREE = "long tree"  # a case without attention
-
-
-def long_tree(arch: str) -> VirtualGPU:
-    """The mask of a tree in which thousands of subtrees end in the rows of one program."""
-    parents = parents_of([(-1, 10), (0, 4090), (0, 50)])
-    expected = BlockDiagonalMask.from_tree(parents)
-    with virtual_gpu(arch) as gpu:
-        mask = BlockDiagonalMask.from_tree(torch.tensor(parents))
-    for name in ("key_start", "key_stop", "query_start", "query_stop", "diagonal"):
-        assert torch.equal(getattr(mask, name), getattr(expected, name)), name
-    return gpu
+from tritonpack.testing import CASES
 
 
 def unreached(executable: Executable) -> Iterator[str]:
@@ -53,29 +38,24 @@ def unreached(executable: Executable) -> Iterator[str]:
             yield f"{line.number} {sources[line.number - 1]}"
 
 
-def reached(gpu: VirtualGPU, case: str, kind: str) -> list[dict[str, Any]]:
-    """Which lines of each kernel didn't run."""
-    return [
-        {
-            "case": case,
-            "kind": kind,
-            "kernel": one.name,
-            "ptx": hashlib.sha256(one.ptx.encode()).hexdigest()[:12],
-            "lines": len(one.lines()),
-            "unreached": list(unreached(one)),
-        }
-        for one in gpu.executables
-    ]
+def reached(executable: Executable) -> dict[str, Any]:
+    """A kernel, how many instructions it has, and which of them didn't run."""
+    digest = hashlib.sha256(executable.ptx.encode()).hexdigest()[:12]
+    lines = len(executable.lines())
+    return {"kernel": executable.name, "ptx": digest, "lines": lines, "unreached": list(unreached(executable))}
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Of each kernel how many lines no case reached, and which lines of the source they stem from."""
+    """The verdicts, and of each kernel how many lines no case reached, by the lines of the source they stem from."""
+    for kind in sorted({row["kind"] for row in rows}):
+        verdicts = Counter(row["verdict"] for row in rows if row["kind"] == kind)
+        yield f"{kind}: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}"
     left: dict[tuple[str, ...], set[str]] = {}
     lines, cases = {}, defaultdict(list)
-    for row in rows:
-        key = row["kernel"], row["kind"], row["ptx"]
-        left[key] = set(row["unreached"]) & left.get(key, set(row["unreached"]))
-        lines[key] = row["lines"]
+    for row, one in ((each, kernel) for each in rows for kernel in each["kernels"]):
+        key = one["kernel"], row["kind"], one["ptx"]
+        left[key] = set(one["unreached"]) & left.get(key, set(one["unreached"]))
+        lines[key] = one["lines"]
         cases[key].append(row["case"])
     for kernel in sorted({key[:2] for key in left}):
         variants = [key for key in left if key[:2] == kernel]
@@ -95,34 +75,22 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="DTYPE:ARCH[:BACKEND]", help=f"{', '.join(DTYPES)}; sm_80, ...")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    done = given.file.read_text().splitlines() if given.file.exists() else []
-    lines = given.file.with_suffix(".lines")
-    for kind in given.kinds:
+    rows = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
+    done = {(row["case"], row["kind"]) for row in rows}
+    for name, kind in ((case.name, kind) for kind in given.kinds for case in CASES if (case.name, kind) not in done):
         dtype, arch, backend = (*kind.split(":"), "triton")[:3]
-        for name in (*(case.name for case in CASES), TREE):
-            key = f"{name}\t{kind}\t"
-            if any(line.startswith(key) for line in done):
-                continue
-            torch.manual_seed(0)
-            start, verdict = time.process_time(), "right"
-            try:
-                gpu = long_tree(arch) if name == TREE else check(name, arch, dtype, backend)
-                found = reached(gpu, name, kind)
-                with lines.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
-            except BackendUnavailableError:
-                verdict = "refused"
-            except Exception as error:
-                verdict = repr(error).replace("\t", " ")[:2000]
-            with given.file.open("a") as file:
-                file.write(f"{key}{verdict}\t{time.process_time() - start:.1f}\n")
-    rows = [line.split("\t") for line in given.file.read_text().splitlines()]
-    for kind, count in Counter(row[1] for row in rows).items():
-        verdicts = Counter(row[2] for row in rows if row[1] == kind)
-        print(
-            f"{kind}: {count} cases, {verdicts.pop('right', 0)} right", *(f"{verdicts[one]} {one}" for one in verdicts)
-        )
-    print(*summary([json.loads(line) for line in lines.read_text().splitlines()]), sep="\n")
+        torch.manual_seed(0)
+        row: dict[str, Any] = {"case": name, "kind": kind, "verdict": "right", "kernels": []}
+        try:
+            row["kernels"] = [*map(reached, check(name, arch, dtype, backend).executables)]
+        except BackendUnavailableError:
+            row["verdict"] = "refused"
+        except Exception as error:
+            row["verdict"] = repr(error)[:2000]
+        rows.append(row)
+        with given.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    print(*summary(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -50,18 +50,8 @@ def library() -> ctypes.CDLL:
             generated = Path(build) / "alu.c"
             generated.write_text(alu_source)
             made = Path(build) / path.name
-            inputs = [*(str(HERE / name) for name in SOURCES), str(generated)]
-            command = [
-                cc,
-                *FLAGS,
-                "-Wl,-soname,libcuda.so.1",
-                f"-I{include}",
-                f"-I{HERE}",
-                *inputs,
-                "-o",
-                str(made),
-                "-lm",
-            ]
+            options = ("-Wl,-soname,libcuda.so.1", f"-I{include}", f"-I{HERE}", "-o", str(made), "-lm")
+            command = [cc, *FLAGS, *(str(HERE / name) for name in SOURCES), str(generated), *options]
             if subprocess.run([*command, "-march=native"], capture_output=True).returncode:
                 subprocess.run(command, check=True)  # some compilers don't know -march=native
             made.replace(path)  # at once, because other processes may do the same

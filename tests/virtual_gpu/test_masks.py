@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.virtual_gpu.device import virtual_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
+from tritonpack.kernels import dense_mask
 from tritonpack.testing.cases import parents_of
 
 pytestmark = NEEDS
@@ -43,6 +45,7 @@ MASKS: dict[str, Callable[[list[int]], BlockDiagonalMask]] = {
     "offsets-int32-window": lambda n: BlockDiagonalMask.from_cu_seqlens(
         _offsets(n), total_q=sum(n), causal=False, window=(20, 7)
     ),
+    "both-directions": lambda n: BlockDiagonalMask.from_cu_seqlens(_offsets(n), total_q=sum(n), causal=False),
     "offsets-cross": lambda n: BlockDiagonalMask.from_cu_seqlens(
         _offsets(n), _offsets(n[::-1]), total_q=sum(n), total_k=sum(n)
     ),
@@ -64,8 +67,10 @@ def _built(make: Callable[[], BlockDiagonalMask]) -> dict[str, Tensor]:
     """A mask, its transpose, its dense forms and, without trees, tile tables."""
     mask = make()
     found = _tensors(mask) | {f"transposed {name}": x for name, x in _tensors(mask.transpose()).items()}
-    found |= {"bool": mask.to_dense(), "bits": mask.to_bits()}
-    found |= {str(dtype): mask.to_dense(dtype, additive=True) for dtype in DTYPES}
+    for size in ((8, 512), (16, 16)):  # the shipped blocks, and such that lie within intervals
+        with mock.patch.multiple(dense_mask, BLOCK_M=size[0], BLOCK_N=size[1]):
+            found |= {f"bool {size}": mask.to_dense(), f"bits {size}": mask.to_bits()}
+            found |= {f"{dtype} {size}": mask.to_dense(dtype, additive=True) for dtype in DTYPES}
     if mask.query_stop is None:
         tables = tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True))
         found |= {f"table {k}": table for k, table in enumerate(tables)}
@@ -84,11 +89,21 @@ def _compare(make: Callable[[], BlockDiagonalMask], seed: int) -> None:
         assert torch.equal(got[name], expected[name]), name
 
 
-@pytest.mark.fast("offsets-one", "padding-empty", "few-keys-long")
+@pytest.mark.fast("offsets-one", "padding-empty", "few-keys-long", "both-directions-long")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, lengths: str) -> None:
     _compare(lambda: MASKS[name](LENGTHS[lengths]), seed=len(lengths))
+
+
+@pytest.mark.slow
+def test_a_long_tree() -> None:
+    """Thousands of subtrees end in the rows of one program."""
+    parents = torch.tensor(parents_of([(-1, 10), (0, 4090), (0, 50)]))
+    expected = _tensors(BlockDiagonalMask.from_tree(parents))
+    with virtual_gpu("sm_90"):
+        got = _tensors(BlockDiagonalMask.from_tree(parents))
+    assert all(torch.equal(got[name], expected[name]) for name in FIELDS)
 
 
 @pytest.mark.fast("deep-all")

@@ -178,21 +178,10 @@ class Translator:
         return offset if size == 4 else self._source(text.strip("[] ").partition("+")[0].strip(), 4), moved
 
     def _emit(
-        self,
-        opcode: str,
-        *,
-        flags: int = 0,
-        d: int = NONE,
-        d_bytes: int = 0,
-        a: int = NONE,
-        b: int = NONE,
-        c: int = NONE,
-        e: int = NONE,
-        more: list[int] | tuple[int, ...] = (),
-        x: tuple[int, ...] = (),
-        imm: int = 0,
+        self, opcode: str, *, flags: int = 0, d: int = NONE, d_bytes: int = 0, a: int = NONE, b: int = NONE,
+        c: int = NONE, e: int = NONE, more: list[int] | tuple[int, ...] = (), x: tuple[int, ...] = (), imm: int = 0,
         imm2: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         run = self._find("op_" + alu.handler(opcode))
         if run is None:
             raise Unsupported(f"no handler of {opcode}")

@@ -193,11 +193,11 @@ def _common_arguments(
     tile: TileShape, shared: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions,
     tiles: TileTables, table: Tensor,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments at run time that all three attention kernels take; None for a feature that isn't used.
+    """Return the run-time arguments of all three attention kernels; None for an unused feature.
 
     Args:
-        shared: how many heads share a tile of queries.
-        table: the tiles of the kernel.
+        shared: the number of heads that share a tile of queries.
+        table: the tile table of the kernel.
     """
     transposed, slopes, seed = mask.transpose(), options.alibi_slopes, options.dropout_seed
     describe = partial(descriptor, by_pointers=tile.by_pointers)
@@ -283,7 +283,7 @@ def _check_float32(direction: Literal["forward", "backward"], block_d: int, devi
         fitting = max(row for row, kib in FLOAT32_KIB.items() if kib[direction] <= limit)
         raise BackendUnavailableError(
             f"backend='triton' in float32 at head dimension {block_d} (rounded up to a power of two) "
-            f" needs {needed} KiB of shared memory in {direction}, but this GPU has {limit} KiB, enough for "
+            f"needs {needed} KiB of shared memory in {direction}, but this GPU has {limit} KiB, enough for "
             f"head dimensions up to {fitting}. Use backend='blocked', or a 16-bit type."
         )
 

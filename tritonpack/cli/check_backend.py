@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tritonpack.checks import check_choice
 from tritonpack.cli.machine import console_beside, require_writable, resolve_device, write_json
 from tritonpack.testing import conformance
 
@@ -28,6 +29,8 @@ def examine(
     The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
     """
     require_writable(path)
+    for name in dtypes:
+        check_choice(name, ("float32", "float16", "bfloat16"), "--dtype")
     where, called, asked = resolve_device(device), resolve(function), [getattr(torch, name) for name in dtypes] or None
     with Console(stderr=True).status(f"checking {escape(function)}"):
         report = conformance.run(called, dtypes=asked, device=where, only=only, skip=skip)

@@ -18,7 +18,7 @@ from tritonpack.cli.machine import console_beside, percent, require_writable, wr
 from tritonpack.packing.bins import pack
 from tritonpack.packing.lengths import Overlong, count, fit_lengths
 from tritonpack.packing.planning.plan import Plan, plan_epoch
-from tritonpack.packing.planning.statistics import EVEN_LENGTH, plan_statistics
+from tritonpack.packing.planning.statistics import plan_statistics
 
 Lengths = NDArray[Any]  # (documents,) integers, each from 1 to the capacity
 Measures = Mapping[str, Any]  # the fields of PlanStatistics
@@ -127,16 +127,11 @@ def findings(ways: Mapping[str, Measures]) -> Iterator[str]:
     ours, padded = ways[OURS], ways[PADDED]
     if without := [name for name in ways if not ways[name]["num_steps"]]:
         yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."
-    yield (
-        "Costs are those of a Llama of 8 billion parameters: attention to a document of "
-        f"{EVEN_LENGTH:,} tokens takes as long as all else."
-    )
     if padded["num_steps"]:
         times = ours["cost_utilization"] / padded["cost_utilization"]
-        waits = ", and ranks wait for the longest documents" if ours["num_ranks"] > 1 else ""
         yield (
-            f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
-            f"{padded['padding']:.1%} of what they compute is padding{waits}."
+            f"By the cost of a Llama of 8 billion parameters padded rows take {times:.2f} times as long as "
+            f"tritonpack's for the same tokens: {padded['padding']:.1%} of what they compute is padding."
         )
     if left_out := 1 - ours["tokens_covered"]:
         advice = "--tail spread or keep trains on all that --overlong leaves"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from tritonpack.packing.columns import (
     Objective,
     check_names,
     check_objective,
-    documents_of,
     join,
     masked_labels,
-    quote,
     read_feature,
+    read_features,
 )
 from tritonpack.packing.lengths import check_integer
 
@@ -62,8 +62,8 @@ class PackingCollator:
     | `labels` | the same, see `objective` |
     | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and the columns in `per_token` | the same |
     | `completion_mask`, `assistant_masks` | the same; labels of tokens are -100 where it is 0. Labels that aren't a \
-copy of the input ids must be -100 there already, but for the first token of a causal model's document. transformers' \
-Trainer removes both columns first unless `remove_unused_columns=False` |
+copy of the input ids must be -100 there already. transformers' Trainer removes both columns first unless \
+`remove_unused_columns=False` |
     | `attention_mask` | left out; it must be 1 everywhere |
     | `seq_lengths` | the lengths of the documents of a row |
     | `position_ids` | made; given ones must count from 0 in each document, and say where the documents of a row begin |
@@ -74,7 +74,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             document (positions from 0, labels -100, its own offset), so no other document sees it. The batch then has
             an `attention_mask`, 0 for padding. With that mask transformers' own FlashAttention doesn't keep documents
             apart; a patched model does.
-        pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
+        pad_token_id: the token of the padding, at least 0.
         objective: what a label belongs to. "causal": the next token. Labels are made from the input ids if no document
             of the batch has any. "tokens": the token itself, for masked language models, token classification and
             encoders with decoders. All labels are kept, and none are made.
@@ -83,29 +83,22 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             document must have them. Padding is 0 in them.
 
     Raises:
-        ValueError: a wrong setting, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
+        ValueError: a wrong setting.
     """
 
     pad_to_multiple_of: int | None = None
-    pad_token_id: int | None = None
+    pad_token_id: int = 0
     objective: Objective = "causal"
     max_document_length: int | None = None
     per_token: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        multiple, token, names = self.pad_to_multiple_of, self.pad_token_id, self.per_token
-        for option, least in (("pad_to_multiple_of", 1), ("max_document_length", 1), ("pad_token_id", 0)):
+        for option in ("pad_to_multiple_of", "max_document_length"):
             if getattr(self, option) is not None:
-                check_integer(getattr(self, option), option, least)
-        if (multiple is None) != (token is None):
-            raise ValueError(
-                "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
-                f"pad_to_multiple_of={multiple} and pad_token_id={token}."
-            )
+                check_integer(getattr(self, option), option)
+        check_integer(self.pad_token_id, "pad_token_id", 0)
         check_objective(self.objective, "objective")
-        check_names(names, "per_token")
-        if reserved := sorted({*TAKEN, *MADE}.intersection(names)):
-            raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
+        check_names(self.per_token, "per_token", {*TAKEN, *MADE})
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:
         """Collate one batch.
@@ -128,20 +121,15 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
                 that contradict a mask.
         """
-        documents: list[Named] = []
-        for name, feature in documents_of(features, "PackingCollator"):
-            documents += read_feature(feature, name, self.objective, self.per_token, self.max_document_length)
-        return self.join(documents, "PackingCollator")
+        read = partial(read_feature, per_token=self.per_token, longest=self.max_document_length)
+        return self.join(read_features(features, "PackingCollator", read), "PackingCollator")
 
     def join(self, documents: list[Named], collator: str) -> dict[str, Tensor | int]:
         """The batch of documents that are read; the collator's name is for messages."""
-        rows = join(documents)
-        lengths = [len(columns[TOKENS]) for _, columns in documents]
+        rows, lengths = join(documents)
         if self.objective == "causal" and LABELS not in rows:
             rows[LABELS] = torch.from_numpy(masked_labels(rows, lengths))
-        flash = "do so, too"
-        if self.pad_to_multiple_of is not None:
-            flash = "don't, because of the attention_mask that pad_to_multiple_of adds"
+        flash = "do so, too" if self.pad_to_multiple_of is None else "don't beside the mask of pad_to_multiple_of"
         warn_if_unpatched(
             documents,
             "unpatched-model",
@@ -167,10 +155,12 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         if self.pad_to_multiple_of is not None:
             rows[MASK] = (places < tokens).to(torch.int64)
         rows |= {"position_ids": places - offsets[seq_idx], "seq_idx": seq_idx.to(torch.int32)}
-        offsets, longest = offsets.to(torch.int32), max(lengths)
-        return {name: row[None] for name, row in rows.items()} | {
-            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest,
-        }  # fmt: skip
+        batch: dict[str, Tensor | int] = {}
+        for name, row in rows.items():
+            batch[name] = row[None]
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = offsets.to(torch.int32)
+        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+        return batch
 
 
 def warn_if_unpatched(documents: Sized, key: str, message: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -16,26 +16,23 @@ from tritonpack.removed import refuse_removed
 
 Objective = Literal["causal", "tokens"]
 Columns = dict[str, Tensor]
-Named = tuple[str, Columns]  # a document that is read, after its name for messages, such as "document 3"
+T = TypeVar("T")
+Named = tuple[str, Columns]  # the name of a document for messages, such as "document 3", and its columns
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 IGNORED_LABEL = -100  # transformers and torch's cross_entropy leave it out of the loss
 # Columns with one value per token, and their value for padding.
 PER_TOKEN = {
-    "token_type_ids": 0,
-    "mm_token_type_ids": 0,
-    "completion_mask": 0,
-    "assistant_masks": 0,
-    "special_tokens_mask": 1,
-}
+    "token_type_ids": 0, "mm_token_type_ids": 0, "completion_mask": 0, "assistant_masks": 0, "special_tokens_mask": 1,
+}  # fmt: skip
 LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label
 LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Boundaries of a row that holds several documents; the first is TRL's name.
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
-TAKEN = (TOKENS, LABELS, MASK, *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
-_VALUES = frozenset((TOKENS, LABELS, MASK, *PER_TOKEN))  # one integer per token
+_INTEGERS = (TOKENS, LABELS, MASK, *PER_TOKEN)  # columns with one integer per token
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
+TAKEN = (*_INTEGERS, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
 
 
 class Numbered(list[Any]):
@@ -62,11 +59,11 @@ def named(example: Any, number: int) -> list[tuple[str, Any]]:
     return [(f"document {place} of example {number}", document) for place, document in enumerate(example)]
 
 
-def documents_of(features: Any, collator: str) -> list[tuple[str, Any]]:
-    """The documents of features, each a document or a list of documents, after their names for messages.
+def read_features(features: Any, collator: str, read: Callable[[Any], list[T]]) -> list[tuple[str, T]]:
+    """What `read` returns of each document of features, after its name. A feature is a document or a list of documents.
 
     Raises:
-        ValueError: features that aren't a list, or hold nothing; the message names the collator.
+        ValueError: features that aren't a list, or hold nothing; what `read` refuses, after the document's name.
     """
     if not is_iterable(features):
         raise ValueError(
@@ -74,13 +71,13 @@ def documents_of(features: Any, collator: str) -> list[tuple[str, Any]]:
             f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
             "one, [dataset[i] for i in range(8)], not as dataset[:8]."
         )
-    if isinstance(features, Numbered):
-        found = [
-            one for number, example in zip(features.numbers, features, strict=True) for one in named(example, number)
-        ]
-    else:
-        documents = [one for feature in features for one in (feature if is_unit(feature) else [feature])]
-        found = [(f"document {number}", document) for number, document in enumerate(documents)]
+    found: list[tuple[str, T]] = []
+    examples = list(features)
+    for number, example in zip(getattr(features, "numbers", range(len(examples))), examples, strict=True):
+        for name, document in named(example, number):
+            with naming(name):
+                for each in read(document):
+                    found.append((name, each))
     if not found:
         raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
     return found
@@ -95,113 +92,99 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what} {error}") from error
 
 
-def read_feature(
-    feature: Any,
-    name: str,
-    objective: Objective = "causal",
-    per_token: Collection[str] = (),
-    longest: int | None = None,
-    never_learned: Collection[int] = (),
-) -> list[Named]:
+def read_feature(feature: Any, per_token: Collection[str] = (), longest: int | None = None) -> list[Columns]:
     """The columns of a document, or of each document of a row, checked and cut to `longest` tokens.
 
     Args:
         feature: a document, or a row of documents with `seq_lengths`, `position_ids` or both.
-        name: the feature's name for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
-        never_learned: see `masked_labels`.
 
     Returns:
-        For each document its name, and `input_ids`, the columns with one value per token, and `labels` if it has any,
-        (n, ...) each. Integers are int64. Labels are combined with the masks of `LEARNED`.
+        For each document `input_ids`, columns with one value per token, and `labels` if it has any, (n, ...) each,
+        integers as int64. Labels are combined with the masks of `LEARNED`.
 
     Raises:
-        ValueError: see PackingCollator.
+        ValueError: see PackingCollator. The message begins behind the name of the document.
     """
-    with naming(name):
-        if not isinstance(feature, Mapping) or TOKENS not in feature:
-            given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
-            raise ValueError(
-                f"must be a mapping with {TOKENS!r}; got {given}. Tokenize the text first. If examples have their "
-                "tokens in other columns, as preference pairs do, pass documents=, a function of an example that "
-                "returns its documents, to dataloader."
+    if not isinstance(feature, Mapping) or TOKENS not in feature:
+        given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
+        raise ValueError(
+            f"must be a mapping with {TOKENS!r}; got {given}. Tokenize the text first. If examples have their "
+            "tokens in other columns, as preference pairs do, pass documents=, a function of an example that "
+            "returns its documents, to dataloader."
+        )
+    if unknown := sorted(map(str, feature.keys() - {*TAKEN, *per_token})):
+        advice = (
+            f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Name columns with one value per token in "
+            "per_token=(...)"
+        )
+        if any(column.startswith(_MEDIA) for column in unknown):
+            advice = (
+                "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For "
+                "sounds use the processor's own collator; a patched model takes its batches, too"
             )
-        if unknown := feature.keys() - {*TAKEN, *per_token}:
-            _refuse(sorted(map(str, unknown)))
-        if absent := set(per_token) - feature.keys():
-            raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
-        columns: Columns = {}
-        for column, values in feature.items():
-            if column in per_token:
-                columns[column] = as_tensor(values, column, "one number, or one row of numbers, per token", least=1)
-            elif column in _VALUES:
-                columns[column] = integers(values, column)
-        tokens = len(columns[TOKENS])
-        if not tokens:
-            raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
-        for column, tensor in columns.items():
-            if len(tensor) != tokens:
-                hint = f", {IGNORED_LABEL} to leave it out of the loss" if column == LABELS else ""
-                raise ValueError(
-                    f"has {tokens} input_ids but {len(tensor)} {column}; give every token one value{hint}."
-                )
-            if column in LEARNED and (tensor > 1).any():
-                raise ValueError(
-                    f"needs only 0 and 1 in {column}; got {tensor.tolist()!r:.100}. Write 1 for the tokens that are "
-                    "learned and 0 for the others."
-                )
-        mask = columns.pop(MASK, None)
-        if mask is not None and not mask.eq(1).all():
+        raise ValueError(
+            f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the "
+            "dataset (dataset.remove_columns), or leave them out while loading: dataloader(..., "
+            f"drop_columns={tuple(unknown)!r})."
+        )
+    if absent := set(per_token) - feature.keys():
+        raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
+    columns: Columns = {}
+    for column, values in feature.items():
+        if column in _INTEGERS:
+            columns[column] = integers(values, column)
+        elif column in per_token:
+            columns[column] = as_tensor(values, column, "one number, or one row of numbers, per token", least=1)
+    tokens = len(columns[TOKENS])
+    if not tokens:
+        raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
+    for column, tensor in columns.items():
+        if len(tensor) != tokens:
+            hint = f", {IGNORED_LABEL} to leave it out of the loss" if column == LABELS else ""
+            raise ValueError(f"has {tokens} input_ids but {len(tensor)} {column}; give every token one value{hint}.")
+        if column in LEARNED and (tensor > 1).any():
             raise ValueError(
-                f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(mask)}, sum "
-                f"{int(mask.sum())}); packing takes documents without padding. Tokenize with padding=False, or keep "
-                "only the tokens with a mask of 1."
+                f"needs only 0 and 1 in {column}; got {tensor.tolist()!r:.100}. Write 1 for the tokens that are "
+                "learned and 0 for the others."
             )
-        lengths = _lengths(feature, tokens)
-        if LABELS in columns:
-            labels = masked_labels(columns, lengths, objective == "causal", never_learned)
-            columns[LABELS] = torch.from_numpy(labels)
+    mask = columns.pop(MASK, None)
+    if mask is not None and not mask.eq(1).all():
+        raise ValueError(
+            f"has an attention_mask that isn't 1 for each of its {tokens} tokens (sum {int(mask.sum())}). "
+            "Packing takes documents without padding. Tokenize with padding=False, or keep the tokens with a mask "
+            "of 1 alone."
+        )
+    lengths = [tokens] if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
+    if LABELS in columns:
+        columns[LABELS] = torch.from_numpy(masked_labels(columns, lengths))
+    if longest is None and len(lengths) == 1:
+        return [columns]
     parts = {column: tensor.split(lengths) for column, tensor in columns.items()}
-    return [(name, {column: each[at][:longest] for column, each in parts.items()}) for at in range(len(lengths))]
+    return [{column: each[at][:longest] for column, each in parts.items()} for at in range(len(lengths))]
 
 
 def read_sequences(sequences: Any, labels: Any = None) -> list[Named]:
-    """Rows of token ids as documents, with their labels if there are any; ValueError as of `pack_tree`."""
-    if not is_iterable(sequences) or not (labels is None or is_iterable(labels)):
+    """Rows of token ids, and of labels if there are any, as documents; ValueError as of `pack_tree`."""
+    given = [sequences] if labels is None else [sequences, labels]
+    if wrong := [each for each in given if not is_iterable(each)]:
         raise ValueError(
-            f"sequences, and labels, must be a list with a row of integers for each sequence; got "
-            f"{describe(labels if is_iterable(sequences) else sequences)}."
+            "sequences must be a list with a row of integers for each sequence, and so must labels; got "
+            f"{describe(wrong[0])}."
         )
-    features = [{TOKENS: row} for row in sequences]
-    rows = [{LABELS: row} for row in labels] if labels is not None else [{} for _ in features]
-    if not features or len(rows) != len(features):
+    rows = [*map(list, given)]
+    if not rows[0]:
+        raise ValueError("sequences is empty; pass at least one sequence.")
+    if len(rows[0]) != len(rows[-1]):
         raise ValueError(
-            f"got {len(features)} sequences and labels for {len(rows)}; pass at least one sequence, and give every "
-            "sequence a row of labels."
+            f"got {len(rows[0])} sequences but labels for {len(rows[-1])}; give every sequence a row of labels."
         )
-    return [
-        one
-        for number, (feature, own) in enumerate(zip(features, rows, strict=True))
-        for one in read_feature(feature | own, f"sequence {number}")
-    ]
-
-
-def _refuse(unknown: list[str]) -> NoReturn:
-    """ValueError for columns that can't be packed."""
-    advice = f"it takes {quote(TAKEN)}. Name columns with one value per token in per_token=(...)"
-    if made := [name for name in unknown if name in MADE]:
-        advice = f"it makes {quote(made)} itself"
-    elif not {"label", "label_ids"}.isdisjoint(unknown):
-        advice = f"labels of tokens are {LABELS!r} (dataset.rename_column)"
-    elif any(name.startswith(_MEDIA) for name in unknown):
-        advice = (
-            "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds use "
-            "the processor's own collator; a patched model takes its batches, too"
-        )
-    raise ValueError(
-        f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the dataset "
-        f"(dataset.remove_columns), or leave them out while loading: dataloader(..., drop_columns={tuple(unknown)!r})."
-    )
+    features = [dict(zip((TOKENS, LABELS), each, strict=False)) for each in zip(*rows, strict=True)]
+    found: list[Named] = []
+    for number, feature in enumerate(features):
+        with naming(f"sequence {number}"):
+            found += [(f"sequence {number}", columns) for columns in read_feature(feature)]
+    return found
 
 
 def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int]:
@@ -215,28 +198,22 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int]:
                 f"has {tokens} input_ids, but its seq_lengths are {lengths!r:.100}, which add up to {sum(lengths)}; "
                 "give the length of each document of the row, at least 1."
             )
-    if POSITIONS not in feature:
-        return lengths
-    positions = integers(feature[POSITIONS], POSITIONS)
-    if not of_lengths:
-        starts = (positions == 0).nonzero()[:, 0]
-        lengths = starts.diff(append=starts.new_tensor([len(positions)])).tolist()
-    counted = torch.cat([torch.arange(length, device="cpu") for length in (0, *lengths)])
-    if len(counted) != tokens or not torch.equal(positions, counted):
-        raise ValueError(
-            f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each "
-            f"document{of_lengths}; PackingCollator makes position_ids itself and reads others only to find where the "
-            "documents of a row begin. Remove the column (dataset.remove_columns)."
-        )
+    if POSITIONS in feature:
+        positions = integers(feature[POSITIONS], POSITIONS)
+        if not of_lengths:
+            starts = (positions == 0).nonzero()[:, 0]
+            lengths = starts.diff(append=starts.new_tensor([len(positions)])).tolist()
+        counted = torch.cat([torch.arange(length, device="cpu") for length in (0, *lengths)])
+        if len(counted) != tokens or not torch.equal(positions, counted):
+            raise ValueError(
+                f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each "
+                f"document{of_lengths}; PackingCollator makes position_ids itself and reads others only to find where "
+                "the documents of a row begin. Remove the column (dataset.remove_columns)."
+            )
     return lengths
 
 
-def masked_labels(
-    columns: Mapping[str, Any],
-    lengths: Sequence[int] | NDArray[Any],
-    is_causal: bool = True,
-    never_learned: Collection[int] = (),
-) -> NDArray[Any]:
+def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     """The labels of documents that lie end to end, or a copy of their input ids: -100 where a mask is 0.
 
     Labels that are a copy of the input ids choose no tokens, so the masks choose. Other labels choose themselves: they
@@ -251,23 +228,17 @@ def masked_labels(
     Args:
         columns: tensors or arrays of (tokens,) integers: `input_ids`, `labels` if there are any, masks of `LEARNED`.
         lengths: the tokens of each document, at least 1.
-        is_causal: nothing predicts the first token of a document, so its label contradicts no mask.
-        never_learned: tokens that a copy of the input ids may leave out, such as those of images.
 
     Raises:
         ValueError: a label where a mask is 0; the message names the first, numbered over all documents.
     """
-    masks = {name: np.asarray(columns[name]) for name in LEARNED if name in columns}
     ids, labels = np.asarray(columns[TOKENS]), np.asarray(columns.get(LABELS, columns[TOKENS]))
-    if not masks:
+    if columns.keys().isdisjoint(LEARNED):
         return labels.copy()
-    starts = np.cumsum(lengths) - lengths
+    masks = {name: np.asarray(columns[name]) for name in LEARNED if name in columns}
     left_out = np.logical_or.reduce([mask == 0 for mask in masks.values()])
-    ignored = labels == IGNORED_LABEL
-    copied = (labels == ids) | (ignored & np.isin(ids, list(never_learned)))
-    contrary = left_out & ~ignored & ~np.repeat(np.logical_and.reduceat(copied, starts), lengths)
-    if is_causal:
-        contrary[starts] = False
+    is_copy = np.logical_and.reduceat(labels == ids, np.cumsum(lengths) - np.asarray(lengths))
+    contrary = left_out & (labels != IGNORED_LABEL) & ~np.repeat(is_copy, lengths)
     if contrary.any():
         token = int(contrary.argmax())
         name = next(name for name, mask in masks.items() if not mask[token])
@@ -279,13 +250,14 @@ def masked_labels(
     return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
-def join(documents: Sequence[Named]) -> Columns:
-    """The columns of all documents, end to end.
+def join(documents: Sequence[Named]) -> tuple[Columns, list[int]]:
+    """The columns of all documents, end to end, and the lengths of the documents.
 
     Raises:
         ValueError: a document with other columns than the first, or with values of another kind or shape.
     """
     first_name, first = documents[0]
+    parts: dict[str, list[Tensor]] = {}
     for name, columns in documents:
         if different := sorted(first.keys() ^ columns.keys()):
             with_it, without = (name, first_name) if different[0] in columns else (first_name, name)
@@ -301,7 +273,8 @@ def join(documents: Sequence[Named]) -> Columns:
                     f"{column} holds {here} per token in {name} and {there} in {first_name}; give every document "
                     "values of one kind and shape."
                 )
-    return {column: torch.cat([columns[column] for _, columns in documents]) for column in first}
+            parts.setdefault(column, []).append(one)
+    return dict(zip(parts, map(torch.cat, parts.values()), strict=True)), [*map(len, parts[TOKENS])]
 
 
 def integers(values: Any, name: str) -> Tensor:
@@ -326,22 +299,21 @@ def integers(values: Any, name: str) -> Tensor:
 def as_tensor(values: Any, name: str, expected: str, least: int = 0) -> Tensor:
     """A tensor in host memory of at least `least` dimensions: int64, bool, or floating point."""
     try:
+        converted = values
         if isinstance(values, np.ndarray):  # torch can't read arrays that are read-only or of another byte order
-            converted: Any = values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype.newbyteorder("="))
+            converted = values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype.newbyteorder("="))
         elif isinstance(values, list) and values and type(values[0]) is int:
             array = np.array(values)  # which NumPy reads five times as fast as torch
             converted = array if array.dtype == np.int64 and array.ndim == 1 else values
-        elif isinstance(values, (list, tuple)) and any(getattr(each, "ndim", 0) for each in values[:1]):
+        elif isinstance(values, (list, tuple)) and values and hasattr(values[0], "ndim") and values[0].ndim:
             converted = torch.stack([as_tensor(each, name, expected) for each in values])
-        else:
-            converted = values
         tensor = converted if isinstance(converted, Tensor) else torch.as_tensor(converted, device="cpu")
+        if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least:
+            raise TypeError
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.") from error
     if tensor.device.type != "cpu":
         raise ValueError(f"has {name} on {tensor.device}; collate in host memory, then move the batch.")
-    if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least:
-        raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.")
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return tensor.detach()
     tensor = tensor.to(torch.int64)
@@ -357,10 +329,12 @@ def check_objective(objective: Any, option: str) -> None:
     check_choice(objective, get_args(Objective), option)
 
 
-def check_names(names: Any, option: str) -> None:
-    """ValueError unless the value of an option is a collection of column names."""
+def check_names(names: Any, option: str, others: Collection[str]) -> None:
+    """ValueError unless the value of an option is a collection of names of columns, and of none of `others`."""
     if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
         raise ValueError(f"{option} must be a collection of column names, such as ('bbox',); got {names!r:.100}.")
+    if wrong := sorted({*others}.intersection(names)):
+        raise ValueError(f"{option} can't name {quote(wrong)}; leave that out.")
 
 
 def quote(names: Collection[str]) -> str:

@@ -170,7 +170,7 @@ def dataloader(
     drop_columns: Collection[str] = (),
     max_document_length: int | None = None,
     pad_to_multiple_of: int | None = None,
-    pad_token_id: int | None = None,
+    pad_token_id: int = 0,
     **options: Any,
 ) -> PackedDataLoader:
     """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every

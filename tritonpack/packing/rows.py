@@ -26,6 +26,7 @@ from tritonpack.packing.columns import (
     POSITIONS,
     SEQ_LENGTHS,
     TOKENS,
+    check_names,
     masked_labels,
     naming,
     quote,
@@ -91,11 +92,10 @@ def packed_dataset(
 
 def choose_columns(names: Sequence[str], asked: Sequence[str] | None) -> tuple[list[str], list[str]]:
     """The columns that are read, and those of them that rows keep: no masks if labels are made from them."""
-    if isinstance(asked, str) or not all(isinstance(name, str) for name in asked or ()):
-        raise ValueError(f"columns must be a list of names, such as ['input_ids', 'labels']; got {asked!r:.100}.")
-    listed = quote(names)
     if TOKENS not in names:
-        raise ValueError(f"the dataset has no column {TOKENS!r}; it has {listed or 'none'}. Tokenize the text first.")
+        raise ValueError(
+            f"the dataset has no column {TOKENS!r}; it has {quote(names) or 'none'}. Tokenize the text first."
+        )
     if asked is None:
         asked = [name for name in names if name in _KNOWN]
         if unknown := [name for name in names if name not in (*_KNOWN, MASK, *LEFT_OUT)]:
@@ -105,12 +105,9 @@ def choose_columns(names: Sequence[str], asked: Sequence[str] | None) -> tuple[l
                 f"the columns that rows keep, such as columns={','.join(asked)}, or remove the others "
                 "(dataset.remove_columns)."
             )
-    if TOKENS not in asked or len(set(asked)) < len(asked):
-        raise ValueError(f"columns are {', '.join(asked)}; name {TOKENS}, and each column once.")
-    if wrong := [name for name in asked if name not in names or name in (*MADE, SEQ_LENGTHS, MASK, *LEFT_OUT)]:
-        raise ValueError(
-            f"columns names {wrong[0]!r}, which isn't there, or which rows don't keep; there are {listed}."
-        )
+    check_names(asked, "columns", {*MADE, SEQ_LENGTHS, MASK, *LEFT_OUT})
+    if TOKENS not in asked or len(set(asked)) < len(asked) or not {*names}.issuperset(asked):
+        raise ValueError(f"columns are {quote(asked)}; name {TOKENS!r}, and others of {quote(names)}, each once.")
     kept = [name for name in asked if LABELS in asked or name not in LEARNED]
     return [*asked, *(name for name in names if name == MASK)], kept
 
@@ -173,8 +170,7 @@ def _refuse(documents: Any, numbers: Iterable[int], kept: list[str], place: Plac
                 table.validate(full=True)
             except pa.ArrowException as error:
                 raise ValueError(f"can't be read: {' '.join(str(error).split())}. Write the file again.") from error
-        read_feature(table.to_pylist()[0], f"document {place(number)}", per_token=others)
-        with naming(f"document {place(number)}"):
+            read_feature(table.to_pylist()[0], per_token=others)
             try:
                 _checked(table, kept)
             except pa.ArrowException as error:

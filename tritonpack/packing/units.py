@@ -104,17 +104,16 @@ class Units:
         Raises:
             ValueError: a unit without sequences, a sequence that isn't a row of integers.
         """
-        tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
+        sizes = []
         for number, group in enumerate(groups):
             with naming(f"unit {number}, a list of sequences of token ids:"):
                 rows = [columns[TOKENS] for _, columns in read_sequences(group)]
             lengths = np.array([len(row) for row in rows])
             order, shared = sort_sequences(torch.cat(rows).numpy(), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.
-            own = lengths[order]
-            tokens[number] = (own - shared).sum()
-            squares[number] = (own * (own + 1) - shared * (shared + 1)).sum() - tokens[number]
-        return cls(tokens, squares)
+            own, tokens = lengths[order], int((lengths - shared).sum())
+            sizes.append((tokens, (own * (own + 1) - shared * (shared + 1)).sum() - tokens))
+        return cls(*np.array(sizes, dtype=np.int64).reshape(-1, 2).T)
 
     def __len__(self) -> int:
         return len(self.tokens)

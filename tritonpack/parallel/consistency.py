@@ -56,7 +56,9 @@ def require_same_batch(
     """
     found: dict[str, int] = {}
     if error is None:
-        found = {name: _hash(value) for name, value in arguments.items() if value is not None}
+        for name, value in arguments.items():
+            if value is not None:
+                found[name] = _hash(value)
         found[GRADIENTS] = torch.is_grad_enabled()
         total = torch.zeros((), dtype=torch.int64, device="cpu")
         for place, x in enumerate(parameters):  # layers may lie on several devices

@@ -130,8 +130,10 @@ class Layout:
 
         The exchange "group_cast" receives as many rows of keys and values in each layer with this mask.
         """
-        pairs = zip(self.seen_by_ranks(mask), self.rows_on_host, strict=True)
-        return [int((runs.end - runs.begin).sum()) - runs.among(rows).shape[0] for runs, rows in pairs]
+        found = []
+        for runs, rows in zip(self.seen_by_ranks(mask), self.rows_on_host, strict=True):
+            found.append(int((runs.end - runs.begin).sum()) - runs.among(rows).shape[0])
+        return found
 
     def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
         """For each rank the keys that its rows see, in host memory; cached on the mask."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ REMEDY = (
 )
 
 
-@lru_cache(maxsize=8)  # a signature takes long to read
 def shifts(loss_function: Any) -> bool:
     """Whether a model's loss function compares each token with the label of the next one.
 

@@ -130,7 +130,9 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], context: Any) -> 
     columns = max(-(-MIN_ROWS * ranks.size // tokens[0]) - tokens[1], 0)
     if columns:
         whole = _pad_rows(whole, columns)
-    masks = [whole.interval_mask(whole.tokens[1], 0, 0, spec).mask for spec in specs]
+    masks = []
+    for spec in specs:
+        masks.append(whole.interval_mask(whole.tokens[1], 0, 0, spec).mask)
     layout = context.dimensions.make_layout(context.layout, masks)
     sharding = Sharding(ranks, layout, tokens, columns, context.dimensions, context.grad_reduce)
     mask = whole.attention_mask

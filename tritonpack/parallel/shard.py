@@ -69,6 +69,7 @@ class ShardStage:
         self.context, self.number = context, number
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
         self.fuses_loss = fuses_loss(module)
+        self._read_loss: tuple[Any, bool] = (self, False)  # the last loss function, and whether it shifts labels
 
     @between_graphs
     def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
@@ -140,7 +141,7 @@ class ShardStage:
                 items = (targets != ignored).sum() if items is None else items
                 loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, items)
             sharded |= loss.arguments()
-        return Shard(batch, sharded, loss, routers)
+        return Shard(batch, sharded, loss, bool(routers))
 
     def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
         """The target of each token, of the shape `tokens`; None without labels."""
@@ -148,7 +149,8 @@ class ShardStage:
         own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
         if labels is None and (targets is None or not own_head):
             return None
-        shifted = own_head or shifts(module.loss_function)
+        if not own_head and self._read_loss[0] is not module.loss_function:
+            self._read_loss = module.loss_function, shifts(module.loss_function)
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None and given.shape != tokens:
                 raise ValueError(
@@ -156,7 +158,7 @@ class ShardStage:
                 )
         if targets is not None:
             return targets
-        if labels is None or not shifted:
+        if labels is None or not (own_head or self._read_loss[1]):
             return labels
         ignored = arguments.get("ignore_index", IGNORED)
         return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
@@ -222,12 +224,11 @@ class Cover(Pipeline):
 
     def __init__(self, below: Pipeline) -> None:
         super().__init__(below.module, below.context, below.base)
-        self.below = below
+        self.below, self.proof = below, below.proof
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or not self.shard.context.running or self.context.current.outer_batch is not None:
-            return self.inner(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        outside = self.shard.context.running and self.context.current.outer_batch is None
+        return super().__call__(*args, **kwargs) if outside else self.inner(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
@@ -289,8 +290,8 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         check_padding_labels(forward.module, arguments, whole)
     for kind, limit in base.rope_limits:
         require_one_rope(whole, kind, limit)
-    if base.padding_place is not None:  # documents may hold padding tokens on other ranks
-        positions = from_padding(whole, arguments.get("input_ids"), base.padding_place)
+    if base.padding_index is not None:  # documents may hold padding tokens on other ranks
+        positions = from_padding(whole, arguments.get("input_ids"), base.padding_index)
         whole = whole.replace(boundaries=starts, position_ids=positions)
     return whole
 

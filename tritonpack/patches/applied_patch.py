@@ -120,7 +120,7 @@ class AppliedPatch(parts.Part):
         return any(head.shard is not None and head.shard.context.entered for head in self.heads)
 
     def apply(self) -> None:
-        """Install all parts, except those of modules that are no longer in memory."""
+        """Install all parts, except parts of modules that are no longer in memory."""
         self.active = self.context.active = True
         for part in self.parts:
             if not part.gone:
@@ -190,9 +190,9 @@ def apply_patch(model: nn.Module, options: Options, handle_id: object, *, by_nam
     """
     modules = choose_modules(model, options)
     with LOCK:
-        found = applied_to(model)
-        refuse_parts_of_patched_models(model, found)
-        outer_patch = next((applied for applied in found if not applied.gone and holds(applied.model, model)), None)
+        patches = applied_to(model)
+        refuse_parts_of_patched_models(model, patches)
+        outer_patch = next((applied for applied in patches if not applied.gone and holds(applied.model, model)), None)
         if outer_patch is not None and outer_patch.options == options:
             outer_patch.handle_ids.append(handle_id)
             return outer_patch
@@ -201,21 +201,21 @@ def apply_patch(model: nn.Module, options: Options, handle_id: object, *, by_nam
                 f"this is a part of a model that is patched with {outer_patch.options}. To change these options call "
                 "patch with the whole model."
             )
-        if any(other.shares_batches for other in found):
+        if any(other.shares_batches for other in patches):
             raise ValueError(
                 f"this {type(model).__name__} is inside of SequenceParallel, where its patch can't change. Leave the "
                 "context, call patch or setup, and enter the context again."
             )
         applied = None
         try:
-            for other in found:
+            for other in patches:
                 other.revert()
-            applied = AppliedPatch(model, modules, options, found, by_name)
+            applied = AppliedPatch(model, modules, options, patches, by_name)
             applied.apply()
             applied.handle_ids.append(handle_id)
             return applied
         except BaseException:
-            finish_if_interrupted(lambda: restore(found) if applied is None else applied.revert_and_restore())
+            finish_if_interrupted(lambda: restore(patches) if applied is None else applied.revert_and_restore())
             raise
 
 

@@ -73,14 +73,14 @@ class BaseForward(Pipeline):
         reads_lengths = self.mixes or self.compaction is not None
         prepare = self._prepare_outside_of_graphs if compiled and reads_lengths else self._prepare
         arguments = dict(arguments)
-        for name in self.untaken:
+        for name in self.unaccepted:
             arguments.pop(name, None)
         packed_batch, layer_batch, placements = prepare(arguments, packed_batch, compiled)
         outer = self.context.current
-        if outer.running:  # inside of another patched module, whose packing holds
+        if outer.running:  # inside of another patched module, which has set it
             layer_batch = outer.packed_batch
         call = Call(outer.outer_batch if packed_batch is None else packed_batch, True, layer_batch)
-        output = self.context.run(call, self.inner, **arguments)
+        output = self.context.run(call, self.run_inner, **arguments)
         positions_counted = self.outermost and packed_batch is not None and packed_batch.positions_counted
         if positions_counted and isinstance(output, dict) and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)
@@ -96,7 +96,7 @@ class BaseForward(Pipeline):
     def _prepare(
         self, arguments: dict[str, Any], packed_batch: PackedBatch | None, compiled: bool
     ) -> tuple[PackedBatch | None, PackedBatch | None, list[Placement]]:
-        """Change the arguments of a call to those of the module.
+        """Replace the arguments of a call by the arguments of the module.
 
         Returns the packed batch of the call; the packed batch for layers, None if rows continue a cache; and the
         placements of the call's tokens in the row that runs in its place, in the order in which outputs are laid back.

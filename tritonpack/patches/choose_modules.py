@@ -134,7 +134,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     return modules
 
 
-# The forward that layers of these classes get.
+# New forwards of layers, by class.
 LAYER_FORWARDS: dict[str, type[InstanceForward]] = {
     "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,

@@ -82,7 +82,7 @@ def rope_limits(config: Any) -> list[tuple[str, int]]:
 
 def follows_longest(kind: str) -> bool:
     """Return whether the frequencies of a type of rotary embeddings depend on the longest document of a call."""
-    return kind == "longrope" or "dynamic" in kind  # transformers looks for the same word
+    return kind == "longrope" or "dynamic" in kind  # transformers tests for the same word
 
 
 def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:

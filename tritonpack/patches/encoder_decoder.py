@@ -232,9 +232,9 @@ def _cross_mask(decoder: PackedBatch | None, keys: PackedBatch, length: int) -> 
     require((counts == key_counts).all(), message)
     columns = length + keys.tokens[1] + 1  # more than any document's number
     row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
-    wanted, had = (row + number).flatten(), (row + key_number).flatten()
-    begin = torch.searchsorted(had, wanted)
-    end = torch.searchsorted(had, wanted, right=True)  # after the padding behind a document
+    query_numbers, key_numbers = (row + number).flatten(), (row + key_number).flatten()
+    begin = torch.searchsorted(key_numbers, query_numbers)
+    end = torch.searchsorted(key_numbers, query_numbers, right=True)  # after the padding behind a document
     before = nn.functional.pad(key_live.flatten().cumsum(0), (1, 0))
     stop = begin + before[end] - before[begin]
     _require_same_numbers(queries, keys, begin, live)

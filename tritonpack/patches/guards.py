@@ -25,7 +25,7 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 ULYSSES_SHARDS = (
     "DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {!r} in this process. "
-    "It shards rows without telling a patched model, and drops the mask that keeps documents apart. Leave out sp_size "
+    "It shards rows before attention, and drops the mask that keeps documents apart. Leave out sp_size "
     "and the registration of Ulysses, and share batches with tritonpack.SequenceParallel(model, group, "
     f"exchange='ulysses', layout='contiguous'), also under DeepSpeed's ZeRO. {WHOLE_BATCH}"
 )
@@ -40,13 +40,13 @@ CONTEXT_PARALLEL_SHARDS = (
 
 def refuse_other_attention(name: str) -> None:
     """Raise an error that names the function that replaced the attention function `name`."""
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    if found is None:  # such as in a process that unpickled a patched model
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None:  # such as in a process that unpickled a patched model
         raise UnsupportedModelError(
             f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
             "before the model runs."
         )
-    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}"
+    home = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
     raise UnsupportedModelError(
         f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
         "apart. Remove that replacement, or call tritonpack.unpatch(model)."

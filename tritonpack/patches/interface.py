@@ -68,7 +68,7 @@ def make_mask(
         spec = CAUSAL if plain else read_mask_spec(mask_function, local_size, config, flags, q_length)
         if not isinstance(mask, PackedBatch):
             shape = torch.Size((batch_size, 1, q_length, kv_length))
-            # A static cache changes its offset in place before layers claim the mask.
+            # A static cache changes its offset in place before layers resolve the mask.
             offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
             return LazyMask(mask, shape, offset, kv_offset, spec, torch.device(device))
         mask = mask.interval_mask(kv_length, q_offset, kv_offset, spec)
@@ -210,7 +210,7 @@ def _interval_mask_for(module: nn.Module, mask: Any, key: Tensor, arguments: dic
     It is pending if generate() has made it, or if the model has our name and isn't patched.
     """
     if isinstance(mask, IntervalMask):
-        found = mask.for_keys(key.shape[2])
+        interval_mask = mask.for_keys(key.shape[2])
     elif not isinstance(mask, LazyMask):
         require_masks_kept(module)
         got = "no mask" if mask is None else f"a {type(mask).__name__}"
@@ -222,14 +222,14 @@ def _interval_mask_for(module: nn.Module, mask: Any, key: Tensor, arguments: dic
     elif takes_tokens(module) and mask.resolved is None:
         raise LazyMaskError(f"the attention of {type(module).__name__} {NOT_PATCHED}")
     else:
-        found = mask.resolve(arguments, Serving("tritonpack", "auto"))
-    if found.shape[3] != key.shape[2]:
+        interval_mask = mask.resolve(arguments, Serving("tritonpack", "auto"))
+    if interval_mask.shape[3] != key.shape[2]:
         raise ValueError(
-            f"the mask is for {found.shape[2]} queries and {found.shape[3]} keys, but attention got {key.shape[2]} "
-            f"keys: {type(module).__name__} changes the number of keys after its mask is made. If a layer runs several "
-            "times and writes to one cache, pass use_cache=False. Otherwise unpatch the model."
+            f"the mask is for {interval_mask.shape[2]} queries and {interval_mask.shape[3]} keys, but attention got "
+            f"{key.shape[2]} keys: {type(module).__name__} changes the number of keys after its mask is made. If a "
+            "layer runs several times and writes to one cache, pass use_cache=False. Otherwise unpatch the model."
         )
-    return found
+    return interval_mask
 
 
 # The attention function of each name.

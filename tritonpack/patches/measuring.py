@@ -113,14 +113,14 @@ def cut(x: Tensor, batch: Batch) -> list[Tensor] | None:
 
 def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
     """Cut all tensors of an output into documents. A tensor that has no part for each document stays whole."""
-    found: dict[str, list[Tensor] | Tensor] = {}
+    parts_by_name: dict[str, list[Tensor] | Tensor] = {}
     for name, x in tensors_in(output):
         parts = cut(x, batch)
         if parts is None and "." not in name and x.shape[:1] == (len(batch.spans),):
             parts = list(x)
         if parts is not None or "." not in name:  # other tensors in tuples are caches
-            found[name] = x if parts is None else parts
-    return found
+            parts_by_name[name] = x if parts is None else parts
+    return parts_by_name
 
 
 @contextmanager
@@ -130,12 +130,12 @@ def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> 
     `draws` are the seed and the size of each document's logits.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def replace(module: nn.Module, given: Any, logits: Any) -> Tensor | None:
         if type(logits) is not Tensor or logits.shape[:-1].numel() != batch.ids.numel():
             return None
-        found.append(logits.dtype)
+        dtypes.append(logits.dtype)
         drawn = torch.zeros(*batch.ids.shape, logits.shape[-1], device="cpu")
         for place, (seed, size) in zip(batch.spans, draws, strict=True):
             drawn[place] = size * torch.randn(
@@ -145,7 +145,7 @@ def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> 
 
     hook = head.register_forward_hook(replace) if isinstance(head, nn.Module) else None
     try:
-        yield found
+        yield dtypes
     finally:
         if hook is not None:
             hook.remove()
@@ -252,7 +252,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     copies = [(b, b._version, b.detach().clone() if b.numel() < LARGE else None) for b in buffers]
     # FSDP replaces parameters itself. A dict of buffers or hooks stays the same object.
     attributes = [{k: v for k, v in m.__dict__.items() if k not in ("_parameters", "_modules")} for m in modules]
-    dicts = [{k: v.copy() for k, v in one.items() if isinstance(v, dict)} for one in attributes]
+    dicts = [{k: v.copy() for k, v in values.items() if isinstance(v, dict)} for values in attributes]
     parameters = [frozenset(m._parameters) for m in modules]  # FSDP makes attributes with these names
     for module in modules:
         module.training = False

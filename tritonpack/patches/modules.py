@@ -31,8 +31,8 @@ def paths_of(chosen: Sequence[nn.Module], model: nn.Module) -> tuple[str, ...]:
     """Return the names of some modules in a model, in the model's order."""
     if not chosen:
         return ()
-    wanted = {id(module) for module in chosen}
-    return tuple(path for path, module in model.named_modules() if id(module) in wanted)
+    ids = {id(module) for module in chosen}
+    return tuple(path for path, module in model.named_modules() if id(module) in ids)
 
 
 def holds(outer: nn.Module, inner: nn.Module) -> bool:

@@ -318,11 +318,11 @@ class PackedBatch(TensorLike):
                     "cache they must be the same."
                 )
             pieces = changes(ids)
-            torn = pieces & ~begins & live & (ids <= pad(ids.cummax(1).values[:, :-1], (1, 0)))
+            resumed = pieces & ~begins & live & (ids <= pad(ids.cummax(1).values[:, :-1], (1, 0)))
             require(
-                ~torn.any(),
+                ~resumed.any(),
                 lambda: (
-                    f"attention_mask has padding inside a document{excerpt(torn, ids, begins)}. Padding may lie "
+                    f"attention_mask has padding inside a document{excerpt(resumed, ids, begins)}. Padding may lie "
                     "before, between and after documents. Number documents in ascending order, or let position_ids "
                     "restart where one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
                 ),

@@ -331,8 +331,8 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
                 raise ValueError(differ)
             require((cu_q == cu_k).all(), differ)
         require(
-            # A slice without the first offset would have one entry for one document, and torch.compile then makes
-            # another graph.
+            # The whole tensor is compared: a slice without the first offset would have size 1 for one document, for
+            # which torch.compile makes another graph.
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q == cu_q.cummax(0).values).all(),
             lambda: (
                 f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "

@@ -77,7 +77,7 @@ class Pipeline(InstanceForward):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.takes_cache, self.takes_mask = (takes_any or x in self.names for x in ("use_cache", "attention_mask"))
-        self.untaken = [name for name in PACKING_ARGUMENTS if name == TREE or not (takes_any or name in self.names)]
+        self.unaccepted = [name for name in PACKING_ARGUMENTS if name == TREE or not (takes_any or name in self.names)]
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
         self.has_choices = any(kind.__name__.endswith("ForMultipleChoice") for kind in type(module).__mro__)
         self.makes_positions = hasattr(module, ROPE_INDEX)
@@ -115,10 +115,10 @@ class Pipeline(InstanceForward):
                 proof.require(self, arguments, trees)
             if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
                 raise UnsupportedModelError(NO_WEIGHTS)
-        wanted = arguments.get("return_dict")  # PEFT passes None
-        if not self.takes_return_dict or (self.module.config.return_dict if wanted is None else wanted):
+        return_dict = arguments.get("return_dict")  # PEFT passes None
+        if not self.takes_return_dict or (self.module.config.return_dict if return_dict is None else return_dict):
             return run(arguments)
-        return run({**arguments, "return_dict": True}).to_tuple()  # stages need names
+        return run({**arguments, "return_dict": True}).to_tuple()  # the stages need a mapping
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call. The output is a mapping."""
@@ -148,7 +148,7 @@ class Pipeline(InstanceForward):
             raise
         if row is not packed_batch:
             loss = output.get("loss")
-            trains = isinstance(loss, Tensor) and loss.requires_grad  # nobody reads the logits then
+            trains = isinstance(loss, Tensor) and loss.requires_grad  # then no code reads the logits
             output = lay_back_head(output, row.row, trains and not _needs_logits(self.module))
         if not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
@@ -159,14 +159,14 @@ class Pipeline(InstanceForward):
         call."""
         if packed_batch is None:
             return self.inner(**arguments)
-        for name in self.untaken:
+        for name in self.unaccepted:
             arguments.pop(name, None)
         if packed_batch.marks_documents and self.takes_mask:
             arguments["attention_mask"] = packed_batch
         if self.makes_positions:
             leave_positions_to_model(packed_batch, arguments)
         outer = self.context.current
-        return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.inner, **arguments)
+        return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.run_inner, **arguments)
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Return whether this causal head is known to give the same logits and loss from one row of all tokens."""
@@ -266,7 +266,7 @@ class Pipeline(InstanceForward):
             of_tokens = value.shape == packed_batch.tokens and ONE_LOGIT_A_TOKEN.fullmatch(self.name) is not None
             if name == "logits" and (chosen or of_tokens):
                 continue
-            # Losses of tokens, such as those of TRL's heads, may lack the last or the first token of a row.
+            # Losses of tokens, such as in TRL's heads, may lack the last or the first token of a row.
             flat, short = value.ndim < 3, value.shape[1:2] not in ((length,), (length - 1,))
             if (flat or short) if DOCUMENT_OUTPUTS.fullmatch(name) else (flat and short):
                 require_one_document_a_row(

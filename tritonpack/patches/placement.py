@@ -68,9 +68,9 @@ class Documents:
 
 def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
     """Lay values (documents, longest, ...) of several batches back into rows (B, T, ...), with zeros elsewhere."""
-    found = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
-    flat = found.new_zeros((batches[0].tokens.numel(), *found.shape[1:]))
-    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = found
+    joined = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
+    flat = joined.new_zeros((batches[0].tokens.numel(), *joined.shape[1:]))
+    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = joined
     return flat.unflatten(0, batches[0].tokens)
 
 

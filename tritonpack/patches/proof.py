@@ -215,16 +215,16 @@ class _Trial:
 
     def call(self, batch: measuring.Batch, **more: Tensor) -> Any:
         """Run the head, with the same random numbers in every call."""
-        given = {"input_ids": batch.ids, **batch.arguments}
+        arguments = {"input_ids": batch.ids, **batch.arguments}
         if batch.source is not None:
-            given = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
-            given |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
-        given = {name: x.to(self.device) for name, x in (given | more).items()}
-        given |= measuring.as_prompts(self.model, given["input_ids"])
+            arguments = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
+            arguments |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
+        arguments = {name: x.to(self.device) for name, x in (arguments | more).items()}
+        arguments |= measuring.as_prompts(self.model, arguments["input_ids"])
         if self.head.name.endswith("ForMultipleChoice"):
-            given = {name: x[:, None] for name, x in given.items()}
+            arguments = {name: x[:, None] for name, x in arguments.items()}
         torch.manual_seed(0)
-        return self.run(**given)
+        return self.run(**arguments)
 
     def parts(self, form: str, documents: Sequence[Tensor]) -> Parts:
         batch = self.lay(form, documents)
@@ -239,20 +239,20 @@ class _Trial:
         a, c, other_a, other_c, b, x, y = self.draw(*[SHORT] * 4, *[self.long] * 3)
         alone, rows = self.alone(b), self.parts("rows", [x, b, y])
         for form in ("padded",) if self.head.one_result else ("packed", "numbered"):
-            found, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
-            if _difference(found, self.parts(form, changed), 1, 1)[0]:
-                self.require_unmoved(form, [a, b, c], found, [c, b, a], exchanged=True)
-                self.require_unmoved(form, [a, b, c], found, changed, exchanged=False)
-            self.require_close(alone, rows, found, form, [x, b, y])
+            packed, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
+            if _difference(packed, self.parts(form, changed), 1, 1)[0]:
+                self.require_unmoved(form, [a, b, c], packed, [c, b, a], exchanged=True)
+                self.require_unmoved(form, [a, b, c], packed, changed, exchanged=False)
+            self.require_close(alone, rows, packed, form, [x, b, y])
         return alone
 
     def require_tree(self) -> None:
         """Try two documents that share the tokens that they begin with."""
         stem, first, second, other = self.draw(*[max(self.long // 2, 1)] * 4)
         x, b = torch.cat([stem, first], 1), torch.cat([stem, second], 1)
-        alone, rows, found = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
-        self.require_unmoved("tree", [stem, first, second], found, [stem, other, second], exchanged=False)
-        self.require_close(alone, rows, found, "tree", [x, b])
+        alone, rows, packed = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
+        self.require_unmoved("tree", [stem, first, second], packed, [stem, other, second], exchanged=False)
+        self.require_close(alone, rows, packed, "tree", [x, b])
 
     def alone(self, document: Tensor) -> Parts:
         """Return the outputs of a document alone, after a comparison with the unpatched model."""
@@ -266,7 +266,7 @@ class _Trial:
             raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
         return patched
 
-    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str, documents: Sequence[Tensor]) -> None:
+    def require_close(self, alone: Parts, rows: Parts, packed: Parts, form: str, documents: Sequence[Tensor]) -> None:
         """Require that a document gives the outputs that it gives alone.
 
         The tolerance is 8 times the difference to the document beside `documents` in separate rows. In 16 bits it may
@@ -275,21 +275,21 @@ class _Trial:
         seen, name = _difference(alone, rows, 1)
         if seen > MAX_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from the document beside other rows")
-        size, name = _difference(alone, found, 1)
+        size, name = _difference(alone, packed, 1)
         allowed = max(8 * seen, measuring.rounding_of(_dtype(alone)))
         if size > allowed and _dtype(alone).itemsize == 2:
             allowed = min(2 * _difference(alone, self.parts("padded", documents), 1)[0], MAX_ROUNDING)
         if size > allowed:
             raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from the document alone")
 
-    def require_unmoved(self, form: str, documents: Any, found: Parts, changed: Any, *, exchanged: bool) -> None:
+    def require_unmoved(self, form: str, documents: Any, packed: Parts, changed: Any, *, exchanged: bool) -> None:
         """Require that the outputs of the second document keep their bits if the others are `exchanged` or changed.
 
         They may move by rounding in float32, because the products of an expert depend on the order of its tokens. They
         may also move as much as the outputs of the document in its own row. In a mixture of experts that depends on the
         other rows, so several are tried.
         """
-        moved, name = _difference(found, self.parts(form, changed), 1, 1)
+        moved, name = _difference(packed, self.parts(form, changed), 1, 1)
         if moved <= ROUNDING:
             return
         before, after = self.lay(form, documents), self.lay(form, changed)
@@ -336,10 +336,10 @@ class _Trial:
                 labels[row, place.start + 1 : place.start + count] = document[0, 1:count] % main.shape[-1]
         if main.ndim < 2:
             labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
-        with measuring.logits_drawn(self.model, batch, [(size, size), (0, 16), (-size, size)]) as found:
+        with measuring.logits_drawn(self.model, batch, [(size, size), (0, 16), (-size, size)]) as dtypes:
             called = self.call(batch, labels=labels)
         loss = (called["loss"] if isinstance(called, Mapping) else called[0]).flatten()
-        return loss, found[0] if found else loss.dtype
+        return loss, dtypes[0] if dtypes else loss.dtype
 
 
 # The forms in which documents are laid out, and their words for a message.
@@ -410,7 +410,7 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
 
 
-def _difference(expected: Parts, found: Parts, place: int, own: int = 0) -> tuple[float, str]:
+def _difference(expected: Parts, actual: Parts, place: int, own: int = 0) -> tuple[float, str]:
     """Return the largest difference between a document's parts at `place` and at its `own` place in another call, and
     the name of its output. 0.0 means that all bits are equal. An output without parts must be constant.
 
@@ -419,7 +419,7 @@ def _difference(expected: Parts, found: Parts, place: int, own: int = 0) -> tupl
     """
     worst = (0.0, "")
     for name, parts in expected.items():
-        got = found.get(name)
+        got = actual.get(name)
         if not isinstance(parts, list):
             continue
         if isinstance(got, list):

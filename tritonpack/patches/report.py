@@ -58,8 +58,8 @@ class Report:
             if weight is not None and weight.device.type != "meta":
                 like = torch.empty(1, 1, 16, dtype=weight.dtype, device=weight.device)
                 with suppress(ValueError):  # no backend runs there; the first call says why
-                    found = resolve_backend(cast("Backend", self.backend), like)
-                    runs = found if found == self.backend else f"{found} (auto, on {weight.device})"
+                    backend = resolve_backend(cast("Backend", self.backend), like)
+                    runs = backend if backend == self.backend else f"{backend} (auto, on {weight.device})"
         return replace(self, runs=runs)
 
     def __str__(self) -> str:

@@ -81,14 +81,14 @@ def check_padding_labels(
     numbered = not packed_batch.causal and bool((mask > 1).any())
     if PADDING_LABEL in notices.said and not numbered and not refuse:
         return
-    live, wanted = mask != 0, arguments.get("shift_labels")
-    if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
-        wanted = labels if predicts_own_tokens(model) else pad(labels[:, 1:], (0, 1), value=IGNORED)
-    lost = (wanted != IGNORED) & ~live & ~before_documents(live)
-    if not bool(lost.any()):
+    live, targets = mask != 0, arguments.get("shift_labels")
+    if not isinstance(targets, Tensor) or targets.shape != labels.shape:
+        targets = labels if predicts_own_tokens(model) else pad(labels[:, 1:], (0, 1), value=IGNORED)
+    on_padding = (targets != IGNORED) & ~live & ~before_documents(live)
+    if not bool(on_padding.any()):
         return
-    row, place = lost.nonzero()[0].tolist()
-    label = int(wanted[row, place])
+    row, place = on_padding.nonzero()[0].tolist()
+    label = int(targets[row, place])
     what = f"the label {label} in row {row} is predicted at token {place}, which attention_mask marks as padding"
     if numbered:
         raise ValueError(

@@ -16,7 +16,7 @@ import transformers
 
 from tests.patches.sweep import results
 from tests.patches.sweep.classes import Case, cases
-from tests.patches.sweep.results import ANY, HOWS, RESULTS, Row
+from tests.patches.sweep.results import HOWS, NEVER, RESULTS, Row
 from tests.patches.sweep.running import hows_of, run
 
 
@@ -47,13 +47,13 @@ def main() -> None:
     chosen = chosen_cases(options.only, before)
     if options.again:
         again = {case.key for case in chosen}
-        hows = {*options.how} | ({ANY} if "patch" in options.how else set())
-        before = [row for row in before if row.key not in again or row.how not in hows]
+        before = [row for row in before if row.key not in again or row.how not in options.how]
         results.save(before, options.out, version=transformers.__version__)
     done = {(row.key, row.how) for row in before}
+    never = {row.key for row in before if row.verdict in NEVER}
     left = [
         case for case in chosen
-        if (case.key, ANY) not in done and not all((case.key, how) in done for how in hows_of(case, options.how))
+        if case.key not in never and not all((case.key, how) in done for how in hows_of(case, options.how))
     ]  # fmt: skip
     print(f"{len(left)} of {len(chosen)} classes to run")
     start = time.perf_counter()

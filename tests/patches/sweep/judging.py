@@ -20,8 +20,8 @@ from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case, NotBuiltError, build
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import Losses, NoLossError, expected_losses, losses_of
-from tests.patches.sweep.results import OPTIONS, VERDICTS, Row
+from tests.patches.sweep.losses import Losses, expected_losses, losses_of
+from tests.patches.sweep.results import VERDICTS, Row
 from tests.patches.sweep.subject import Outputs, Subject, difference
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
@@ -148,8 +148,8 @@ class Trial:
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
         """Judge all forms.
 
-        A class that can't be called, is wrong, or always refused, is judged once more as one that isn't in the table of
-        shown classes: `patch` should refuse it.
+        A class that can't be called, or is wrong, is judged once more as one that isn't in the table of shown classes:
+        its proof should refuse it, or the calls that are wrong.
 
         Args:
             how: "patch", "name" or an option.
@@ -160,7 +160,7 @@ class Trial:
         try:
             with assumed(self.case.name, shown=True):
                 row = self._run(how, patch)
-            if row.verdict in ("exact", "partly"):
+            if row.verdict in ("exact", "partly", "refused"):
                 return row
         except NotBuiltError:
             self.dtype = torch.float32
@@ -184,9 +184,9 @@ class Trial:
             if self.dtype != self.reference.dtype:
                 self.dtype = self.reference.dtype
                 handle = self._patched(how, patch)
-            with handle:
-                row.means = means(handle)
-                reasons = self._judge_all(handle, row)
+            with handle as entered:
+                row.means = means(entered)
+                reasons = self._judge_all(entered, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
                 row.verdict, row.reason = row.forms[first], reasons[first]
@@ -240,8 +240,9 @@ class Trial:
 
     def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
         """Return the verdict of a form, the number, and the reason."""
-        limit = 2 * self.reference.errors[form] + 4 * torch.finfo(LOW[form]).eps if form in LOW else self.reference.limit
-        failed = None
+        limit, failed = self.reference.limit, None
+        if form in LOW:
+            limit = 2 * self.reference.errors[form] + 4 * torch.finfo(LOW[form]).eps
         try:
             number = self._apart(subject, form)
             if number <= limit:

@@ -21,7 +21,7 @@ SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "exact_classes.csv"
 VERDICTS = ("wrong", "error", "partly", "refused", "as it is", "exact", "stock", "not built", "no text")
 OPTIONS = ("unpad", "share_prefixes")  # of `tritonpack.patch`
 HOWS = ("patch", "name", *OPTIONS)
-ANY = "any"  # the value of `how` if all ways have the same verdict
+NEVER = ("no text", "not built")  # verdicts that stand for every way, in the row of the first
 REST, UNTRIED = "the rest", "untried"  # in the file
 
 
@@ -32,7 +32,7 @@ class Row:
     Attributes:
         key: "class/model type".
         how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, an option of `tritonpack.patch`, which is
-            tried for causal language models, or "any".
+            tried for causal language models.
         verdict: one of `VERDICTS`; the worst of `forms`. "wrong": a document differs from itself alone; "error": one
             that isn't tritonpack's; "refused" by tritonpack, always; "partly": in some forms, and exact in others; "as
             it is": exact, but an option saved no token; "stock": a form that fails without tritonpack, too, or is
@@ -68,10 +68,6 @@ class Row:
     def model_type(self) -> str:
         return self.key.partition("/")[2]
 
-    @property
-    def identity(self) -> tuple[str, str, str]:
-        return self.version, self.key, self.how
-
 
 def to_line(row: Row) -> str:
     """Return a row as one line of JSON, without empty fields and with forms by verdict; most have that of `REST`."""
@@ -102,14 +98,12 @@ def _forms(how: str) -> tuple[str, ...]:
 
 
 def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
-    """Return the rows of one version, or of all: the last row of each class and `how`. "any" stands for every `how`."""
+    """Return the rows of one version, or of all: the last row of each class and `how`."""
     found: dict[tuple[str, str, str], Row] = {}
     for path in sorted(folder.glob(f"{version or '*'}.jsonl")):
         for line in path.read_text().splitlines():
             row = from_line(line, path.stem)
-            for how in HOWS if row.how == ANY else (ANY,):
-                found.pop((row.version, row.key, how), None)
-            found[row.identity] = row
+            found[row.version, row.key, row.how] = row
     return list(found.values())
 
 

@@ -17,20 +17,20 @@ import torch
 from tests.patches.sweep.classes import Case, NotBuiltError, load, no_text
 from tests.patches.sweep.forms import NAMES
 from tests.patches.sweep.judging import Trial, message
-from tests.patches.sweep.results import ANY, HOWS, OPTIONS, Row
+from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, Row
 from tritonpack.patches.measuring import quiet
 
 
 def judge_case(
     case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = NAMES, *, with_gradients: bool = True
 ) -> list[Row]:
-    """Return the rows of one class: one for each of `hows`, or one for all if it takes no text or isn't built."""
+    """Return the rows of one class: one for each of `hows`, or one if it takes no text or isn't built."""
     start, trials, rows = time.perf_counter(), dict[str, Trial](), list[Row]()
     try:
         if why := no_text(load(case)):
-            return [Row(case.key, ANY, "no text", why)]
+            return [Row(case.key, HOWS[0], "no text", why)]
     except ImportError as error:
-        return [Row(case.key, ANY, "not built", str(error)[:240])]
+        return [Row(case.key, HOWS[0], "not built", str(error)[:240])]
     for how in hows_of(case, hows):
         option = how if how in OPTIONS else ""
         trial = trials.setdefault(option, Trial(case, option, chosen, with_gradients=with_gradients))
@@ -40,8 +40,8 @@ def judge_case(
             rows.append(Row(case.key, how, "not built", str(error)[:240], seconds=time.perf_counter() - start))
         except Exception as error:  # it was neither patched nor refused
             rows.append(Row(case.key, how, "error", f"when patched: {message(error)}"))
-    if rows and {row.verdict for row in rows} == {"not built"}:
-        return [dataclasses.replace(rows[0], how=ANY)]
+        if len(rows) == 1 and rows[0].verdict in NEVER:
+            break
     return rows
 
 
@@ -78,7 +78,7 @@ def _rows_of(case: Case, limit: float, options: dict[str, Any]) -> list[Row]:
     except EOFError:
         process.join()
         why = f"its process ended with {process.exitcode}"
-    return [Row(case.key, ANY, "error", why)]
+    return [Row(case.key, HOWS[0], "error", why)]
 
 
 def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: Any) -> Iterator[Row]:

@@ -8,12 +8,7 @@ from tritonpack.backends import Backend
 
 
 class TritonpackOptions(BaseModel):
-    """The arguments of `tritonpack.patch`. Unknown options are refused.
-
-    Attributes:
-        attention: which attention runs: the kernels, or transformers' own attention with a dense mask.
-        backend: of the kernels.
-    """
+    """The arguments `attention` and `backend` of `tritonpack.patch`. Unknown options are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,10 +17,6 @@ class TritonpackOptions(BaseModel):
 
 
 class TritonpackArgs(BaseModel):
-    """The options that the plugin adds to axolotl's own.
-
-    Attributes:
-        tritonpack: None for the defaults of `patch`.
-    """
+    """The options that the plugin adds to axolotl's own; None for the defaults of `patch`."""
 
     tritonpack: TritonpackOptions | None = None

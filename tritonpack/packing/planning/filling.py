@@ -85,27 +85,41 @@ def fill_closely(
             late, size[row] = late + 1, size[row] + 1
         while after[end] < end and (size[row] == 0 or own[before[end]] <= room):
             one, two, last = after[end], end, before[end]
-            if size[row] and own[one] > room:  # search the largest unit that fits
-                high = last
-                while one < high:
-                    middle = (one + high) // 2
-                    one, high = (one, middle) if own[middle] <= room else (middle + 1, high)
-                while row_of[one] >= 0:  # its links are those of the time when it got a row: shorten the way
-                    after[one] = after[after[one]] if row_of[after[one]] >= 0 else after[one]
-                    one = after[one]
-            if size[row] and (room < 3 * own[last] or room < 2 * own[one]):
-                best, first = own[one], one
+            if size[row]:
+                one = _largest(own, row_of, after, one, last, room)
+            if size[row] and room >= 2 * own[last] and (room < 3 * own[last] or room < 2 * own[one]):
+                best, first = own[one], _largest(own, row_of, after, one, last, room - own[last])
                 while first < last and best < room:
                     both = own[first] + own[last]
-                    if both > room:
-                        first = after[first]
+                    if best < both <= room:
+                        best, one, two = both, first, last
+                    if own[first] == own[last]:
+                        break
+                    if both <= room:
+                        is_run = own[before[last]] == own[last]
+                        last = before[_largest(own, row_of, after, first, last, own[last]) if is_run else last]
+                    elif own[after[first]] == own[first]:
+                        first = _largest(own, row_of, after, first, last, room - own[last])
                     else:
-                        if both > best:
-                            best, one, two = both, first, last
-                        last = before[last]
+                        first = after[first]
             for unit in (one, two):
                 if unit < end:
                     row_of[unit] = row
                     room -= own[unit]
                     size[row] += 1
                     after[before[unit]], before[after[unit]] = after[unit], before[unit]
+
+
+@compiled_without_arrays
+def _largest(own: Any, row_of: Any, after: Any, first: int, last: int, room: int) -> int:
+    """The largest unit of at most `room` tokens among the units without a row from `first` to `last`, else `last`."""
+    if own[first] <= room:
+        return first
+    high = last
+    while first < high:
+        middle = (first + high) // 2
+        first, high = (first, middle) if own[middle] <= room else (middle + 1, high)
+    while row_of[first] >= 0:  # its links are of the time when it got a row: shorten the way
+        after[first] = after[after[first]] if row_of[after[first]] >= 0 else after[first]
+        first = after[first]
+    return first

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import (
@@ -16,10 +15,9 @@ from tritonpack.packing.columns import (
     PER_TOKEN,
     TOKENS,
     Columns,
-    documents_of,
-    naming,
     quote,
     read_feature,
+    read_features,
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Family
 from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
@@ -46,8 +44,8 @@ their `get_rope_index` returns for the document alone |
 
     If no example has labels, they are made from the input ids, -100 for the tokens of images and videos, and for the
     prompts of PaliGemma. Given labels are kept, but for the first of each document, and combined with masks as
-    PackingCollator does. A copy of the input ids may be -100 at the tokens of images and videos. A text without images
-    may lack `mm_token_type_ids`, and Gemma 3's `token_type_ids`.
+    PackingCollator does. Types of tokens that the model reads (`mm_token_type_ids`, Gemma 3's `token_type_ids`) are
+    made where an example has none.
 
     Args:
         model: the model that gets the batches, bare or wrapped (PEFT, DistributedDataParallel). Only its configuration
@@ -61,17 +59,13 @@ their `get_rope_index` returns for the document alone |
         ValueError: a model of an unknown family, or with an unknown vision tower, or a wrong setting.
     """
 
-    def __init__(self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int | None = None) -> None:
+    def __init__(self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int = 0) -> None:
         self._text = PackingCollator(pad_to_multiple_of, pad_token_id)
         self._config = _configuration(model)
         self.model_type: str = self._config.model_type
-        # The tokens that images and videos replace.
         self._placeholders = {kind: getattr(self._config, part.token) for kind, part in self.family.parts.items()}
-        if pad_token_id is not None and pad_token_id in self._placeholders.values():
-            raise ValueError(
-                f"pad_token_id={pad_token_id} is the token of images or videos of this model; pass the tokenizer's own "
-                "pad_token_id."
-            )
+        if pad_token_id in self._placeholders.values():
+            raise ValueError(f"pad_token_id={pad_token_id} is the token of images or videos of this model.")
         self._positions = ModelPositions(model) if self.family.own_positions else None
 
     @property
@@ -93,80 +87,63 @@ their `get_rope_index` returns for the document alone |
             ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
-        texts, media = [], []
-        for name, example in documents_of(features, type(self).__name__):
-            text, own = self._read(example, name)
-            texts.append((name, text))
-            media.append((name, own))
+        examples = read_features(features, type(self).__name__, self._read)
+        texts, media = [(name, text) for name, (text, _) in examples], [(name, own) for name, (_, own) in examples]
         having = {kind: name for name, own in media for kind in own}  # a document with images, and one with videos
         if len(having) == 2 and not self.family.both_kinds:
             raise ValueError(
                 f"{having[IMAGES]} has images and {having[VIDEOS]} has videos; the model type {self.model_type!r} "
                 "takes one of them in a call. Pack images and videos in different rows."
             )
-        types = self.family.types
-        if types is not None and any(types in text for _, text in texts):
-            for _, text in texts:  # those without images may lack it
-                text.setdefault(types, torch.zeros_like(text[TOKENS]))
         batch: dict[str, Any] = self._text.join(texts, type(self).__name__)
         if not any(LABELS in text for _, text in texts):
             labels = batch[LABELS]
-            labels[self._is_placeholder(batch[TOKENS])] = IGNORED_LABEL
+            for token in self._placeholders.values():
+                labels[batch[TOKENS] == token] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in batch:
                 labels[batch["token_type_ids"] == 0] = IGNORED_LABEL
         if self._positions is not None:
             padding = batch[TOKENS].shape[1] - sum(len(text[TOKENS]) for _, text in texts)
-            parts = [self._positions(name, text, own) for (name, text), (_, own) in zip(texts, media, strict=True)]
+            parts = [self._positions(name, *example) for name, example in examples]
             axes = torch.cat([*parts, torch.arange(padding, device="cpu").expand(3, -1)], dim=1)
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         return batch | join_media(self.family, media)
 
-    def _read(self, example: Any, name: str) -> tuple[Columns, MediaOf]:
+    def _read(self, example: Any) -> list[tuple[Columns, MediaOf]]:
         """The columns of tokens and those of images and videos of an example, checked."""
-        with naming(name):
-            if not isinstance(example, Mapping):
-                raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
-            example = {column: values for column, values in example.items() if values is not None}
-            taken = (*_TEXT, *self.family.columns)
-            if unknown := sorted(str(column) for column in example if column not in taken):
-                raise ValueError(
-                    f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
-                    f"{self.model_type!r}; it takes {quote(taken)}. Remove other columns first "
-                    "(dataset.remove_columns)."
-                )
-            media = read_media(self.family, example)
-            tokens = {column: _row(example[column], column) for column in _TEXT if column in example}
-        ((_, text),) = read_feature(tokens, name, never_learned=self._placeholders.values())
-        with naming(name):
-            self._check_tokens(text, media)
-        return text, media
+        if not isinstance(example, Mapping):
+            raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
+        example = {column: values for column, values in example.items() if values is not None}
+        taken = (*_TEXT, *self.family.columns)
+        if unknown := sorted(str(column) for column in example if column not in taken):
+            raise ValueError(
+                f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type {self.model_type!r}; it "
+                f"takes {quote(taken)}. Remove other columns first (dataset.remove_columns)."
+            )
+        media = read_media(self.family, example)
+        (text,) = read_feature({column: _row(example[column], column) for column in _TEXT if column in example})
+        self._check_tokens(text, media)
+        return [(text, media)]
 
     def _check_tokens(self, text: Columns, media: MediaOf) -> None:
-        """ValueError unless an example has a token for each embedding of its images and videos."""
+        """ValueError unless an example has a token for each embedding of its images and videos. Add types of tokens."""
         ids, types, placeholders = text[TOKENS], self.family.types, self._placeholders
         audio = getattr(self._config, "audio_token_id", None)
         if audio is not None and bool((ids == audio).any()):
             raise ValueError(
                 f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
             )
-        if types in text:
-            kinds = text[types]
-            if not torch.equal(kinds != 0, self._is_placeholder(ids)):
-                wanted = [
-                    f"{_CODES[kind]} exactly for tokens of {kind} ({token})" for kind, token in placeholders.items()
-                ]
+        kinds = torch.zeros_like(ids)
+        for kind, token in reversed(placeholders.items()):
+            kinds[ids == token] = _CODES[kind]
+        if types is not None:
+            given = text.setdefault(types, kinds)
+            if not torch.equal(given != 0, kinds != 0):
                 raise ValueError(
-                    f"has {types} that aren't {' and '.join(wanted)}; pass both columns of one call of the processor."
+                    f"has {types} that aren't 1 for tokens of images, 2 for tokens of videos and 0 for others (tokens "
+                    f"{placeholders}); pass both columns of one call of the processor."
                 )
-        elif types is not None and media:
-            raise ValueError(
-                f"has images or videos and no {types!r}, by which the model tells their tokens from text. The "
-                "processor returns it with return_mm_token_type_ids=True."
-            )
-        else:
-            kinds = torch.zeros_like(ids)
-            for kind, token in placeholders.items():
-                kinds[ids == token] = _CODES[kind]
+            kinds = given
         for kind, code in _CODES.items():
             expected = self.family.parts[kind].count_tokens(self._config, media[kind]) if kind in media else 0
             found = int((kinds == code).sum())
@@ -178,16 +155,9 @@ their `get_rope_index` returns for the document alone |
                     "example, and don't truncate input_ids, which cuts images."
                 )
 
-    def _is_placeholder(self, ids: Tensor) -> Tensor:
-        return torch.isin(ids, torch.tensor([*self._placeholders.values()], device="cpu"))
-
 
 def _configuration(model: Any) -> Any:
-    """The configuration of a model, or of the model that it wraps.
-
-    Raises:
-        ValueError: no model, or one of an unknown family, or with an unknown vision tower.
-    """
+    """The configuration of a model, or of the model that it wraps; ValueError for an unknown family or tower."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
             f"model must be the image-text model that gets the batches; got {type(model).__name__}. Pass the model, "
@@ -208,11 +178,7 @@ def _configuration(model: Any) -> Any:
 
 
 def _row(values: Any, name: str) -> Any:
-    """A column of tokens without the axis of a batch of one.
-
-    Raises:
-        ValueError: a batch of several rows.
-    """
+    """A column of tokens without the axis of a batch of one; ValueError for a batch of several rows."""
     nested = isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple))
     if not nested and getattr(values, "ndim", 1) != 2:
         return values

@@ -23,17 +23,27 @@ class Column:
     """A column of pixels, or of what describes them. Examples are joined along the first axis.
 
     Attributes:
-        axes: what the axes of one example are, for messages.
-        padded: axes that are padded with zeros at their end to the largest example. The model leaves out this padding
-            by another column. On all other axes examples must have one size.
+        layout: the axes of one example, such as "images channels height* width*". An axis that begins with a digit has
+            this size. Columns of an example have one size on axes of one name. Axes with a star are padded with zeros
+            at their end to the largest example; the model leaves out this padding by another column. On all other axes
+            but the first, examples must have one size.
         optional: whether a processor may leave it out.
         of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
     """
 
-    axes: tuple[str, ...]
-    padded: tuple[int, ...] = ()
+    layout: str
     optional: bool = False
     of_rows: bool = False
+
+    @property
+    def axes(self) -> list[str]:
+        """The names of the axes."""
+        return self.layout.replace("*", "").split()
+
+    @property
+    def padded(self) -> list[int]:
+        """The axes that are padded."""
+        return [number for number, axis in enumerate(self.layout.split()) if axis.endswith("*")]
 
 
 class Part(NamedTuple):
@@ -84,72 +94,64 @@ def _images(columns: Mapping[str, Column], count: Count, **settings: Any) -> Fam
 
 def _squares(tokens: Callable[[Any, int], int], **settings: Any) -> Family:
     """A family with images of one size, whose tokens are counted by the configuration and the patches of an image."""
-    return _images({"pixel_values": Column((IMAGES, *PIXELS))}, partial(sizes.of_squares, tokens=tokens), **settings)
+    columns = {"pixel_values": Column("images channels height width")}
+    return _images(columns, partial(sizes.of_squares, tokens=tokens), **settings)
 
 
-PIXELS = ("channels", "height", "width")
-MASK = "pixel_attention_mask"
-SIZES = Column((IMAGES, "2: height, width"))
-PADDED = Column((IMAGES, *PIXELS), padded=(2, 3))
-ROWS = {
-    "pixel_values": Column((IMAGES, *PIXELS), of_rows=True),
-    MASK: Column((IMAGES, "height", "width"), optional=True, of_rows=True),
+_PADDED, _SIZES = Column("images channels height* width*"), Column("images 2:height,width")
+_ROWS = {
+    "pixel_values": Column("images channels height width", of_rows=True),
+    "pixel_attention_mask": Column("images height width", of_rows=True, optional=True),
 }
-PADDED_ROWS = {
-    "pixel_values": replace(PADDED, of_rows=True),
-    MASK: Column((IMAGES, "height", "width"), padded=(1, 2), of_rows=True),
+_PADDED_ROWS = {
+    "pixel_values": replace(_PADDED, of_rows=True),
+    "pixel_attention_mask": Column("images height* width*", of_rows=True),
 }
-GRID = ("3: time, height, width",)
-IMAGE_GRIDS = {"pixel_values": Column(("patches", "values")), "image_grid_thw": Column((IMAGES, *GRID))}
-VIDEO_GRIDS = {"pixel_values_videos": Column(("patches", "values")), "video_grid_thw": Column((VIDEOS, *GRID))}
-TIMED_GRIDS = VIDEO_GRIDS | {"second_per_grid_ts": Column((VIDEOS,), optional=True)}
-PLACES = ("patches", "2: x, y")
-IMAGE_PLACES = {
-    "pixel_values": Column((IMAGES, "patches", "values")),
-    "image_position_ids": Column((IMAGES, *PLACES)),
-}
-VIDEO_PLACES = {
-    "pixel_values_videos": Column(("frames", "patches", "values")),
-    "video_position_ids": Column(("frames", *PLACES)),
-    "num_frames_per_video": Column((VIDEOS,)),
+_IMAGE_GRIDS = {"pixel_values": Column("patches values"), "image_grid_thw": Column("images 3:time,height,width")}
+_VIDEO_GRIDS = {"pixel_values_videos": Column("patches values"), "video_grid_thw": Column("videos 3:time,height,width")}
+_TIMED_GRIDS = {**_VIDEO_GRIDS, "second_per_grid_ts": Column("videos", optional=True)}
+_IMAGE_PLACES = {"pixel_values": Column("images patches values"), "image_position_ids": Column("images patches 2:x,y")}
+_VIDEO_PLACES = {
+    "pixel_values_videos": Column("frames patches values"),
+    "video_position_ids": Column("frames patches 2:x,y"),
+    "num_frames_per_video": Column("videos"),
 }
 
-_GRIDS = Part(IMAGE_GRIDS, sizes.of_grids)
-_QWEN2_VL = Family(
-    {IMAGES: _GRIDS, VIDEOS: Part(VIDEO_GRIDS, sizes.of_grids, "video_token_id")}, own_positions=True, types=MODALITIES
-)
-_QWEN2_5_VL = replace(_QWEN2_VL, parts={IMAGES: _GRIDS, VIDEOS: Part(TIMED_GRIDS, sizes.of_grids, "video_token_id")})
-_GLM4V = replace(_QWEN2_VL, parts={IMAGES: _GRIDS, VIDEOS: Part(VIDEO_GRIDS, sizes.of_grids)}, both_kinds=False)
-_GEMMA4 = Family(
-    {
-        IMAGES: Part(IMAGE_PLACES, sizes.of_places),
-        VIDEOS: Part(VIDEO_PLACES, sizes.of_places, "video_token_id"),
-    },
-    types=MODALITIES,
-)
+
+def _grids(videos: Mapping[str, Column], token: str = "video_token_id", **settings: Any) -> Family:
+    """A family with rows of patches and the grid of each image and video, and positions of three axes."""
+    parts = {IMAGES: Part(_IMAGE_GRIDS, sizes.of_grids), VIDEOS: Part(videos, sizes.of_grids, token)}
+    return Family(parts, own_positions=True, types=MODALITIES, **settings)
+
+
+_QWEN2_VL, _GLM4V = _grids(_VIDEO_GRIDS), _grids(_VIDEO_GRIDS, "image_token_id", both_kinds=False)
+_GEMMA4 = {
+    IMAGES: Part(_IMAGE_PLACES, sizes.of_places),
+    VIDEOS: Part(_VIDEO_PLACES, sizes.of_places, "video_token_id"),
+}
 
 # By the model type of the whole model's configuration.
 FAMILIES: dict[str, Family] = {
     "gemma3": _squares(lambda config, _: config.mm_tokens_per_image, types="token_type_ids"),
-    "gemma4": _GEMMA4,
+    "gemma4": Family(_GEMMA4, types=MODALITIES),
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
-    "idefics2": _images(PADDED_ROWS, sizes.of_rows),
-    "idefics3": _images(ROWS, sizes.of_rows),
+    "idefics2": _images(_PADDED_ROWS, sizes.of_rows),
+    "idefics3": _images(_ROWS, sizes.of_rows),
     "internvl": _squares(lambda config, patches: round(patches * config.downsample_ratio**2)),
     "llama4": _squares(lambda config, patches: round(patches * config.vision_config.pixel_shuffle_ratio**2)),
     "llava": _images(
-        {"pixel_values": PADDED, "image_sizes": replace(SIZES, optional=True)},
+        {"pixel_values": _PADDED, "image_sizes": replace(_SIZES, optional=True)},
         sizes.of_llava,
         towers=("pixtral", *sizes.CLASS_TOKENS),
     ),
-    "mistral3": _images({"pixel_values": PADDED, "image_sizes": SIZES}, sizes.of_merged_images),
+    "mistral3": _images({"pixel_values": _PADDED, "image_sizes": _SIZES}, sizes.of_merged_images),
     "paligemma": _squares(lambda _, patches: patches, towers=("siglip_vision_model",), types_of_answers=True),
-    "qwen2_5_vl": _QWEN2_5_VL,
+    "qwen2_5_vl": _grids(_TIMED_GRIDS),
     "qwen2_vl": _QWEN2_VL,
     "qwen3_5": _QWEN2_VL,
     "qwen3_5_moe": _QWEN2_VL,
     "qwen3_vl": _QWEN2_VL,
     "qwen3_vl_moe": _QWEN2_VL,
-    "smolvlm": _images(ROWS, sizes.of_rows),
+    "smolvlm": _images(_ROWS, sizes.of_rows),
 }

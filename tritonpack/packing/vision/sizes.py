@@ -18,19 +18,14 @@ CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # embeddings 
 def of_grids(config: Any, media: Media) -> int:
     """Rows of patches, with the grid of each image or video (Qwen-VL)."""
     (pixels, rows), (grids, grid), *_ = media.items()
+    if int(grid.prod(1).sum()) != len(rows):
+        raise ValueError(
+            f"has {len(rows)} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {int(grid.prod(1).sum())} "
+            "patches. Pass both as the processor returns them: their first axis isn't that of a batch, so don't take "
+            "[0] of it."
+        )
     merge = config.vision_config.spatial_merge_size
-    if grid.shape[1] != 3 or bool((grid < 1).any()) or bool((grid[:, 1:] % merge).any()):
-        raise ValueError(
-            f"has {grids} {grid.tolist()!r:.100}; it holds time, height and width of each in patches, at least 1, and "
-            f"height and width are multiples of spatial_merge_size={merge}."
-        )
-    patches = int(grid.prod(1).sum())
-    if patches != len(rows):
-        raise ValueError(
-            f"has {len(rows)} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass "
-            "both as the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
-        )
-    return patches // merge**2
+    return int((grid[:, 0] * (grid[:, 1] // merge) * (grid[:, 2] // merge)).sum())
 
 
 def of_squares(config: Any, media: Media, tokens: Callable[[Any, int], int]) -> int:
@@ -62,13 +57,14 @@ def of_merged_images(config: Any, media: Media) -> int:
     if "image_sizes" not in media:
         raise ValueError("has pixel_values but no 'image_sizes'; pass all columns that the processor returns.")
     sizes, (height, width) = media["image_sizes"], media["pixel_values"].shape[2:]
-    side, merge = _side(config.vision_config.patch_size), getattr(config, "spatial_merge_size", 1)
-    if sizes.shape[1] != 2 or bool((sizes < side * merge).any() | (sizes > sizes.new_tensor([height, width])).any()):
+    if (sizes > sizes.new_tensor([height, width])).any():
         raise ValueError(
-            f"has image_sizes {sizes.tolist()!r:.100} for pixel_values of {height} x {width} pixels; it holds height "
-            f"and width of each image, at least {side * merge}, and an image lies within its pixel_values."
+            f"has image_sizes {sizes.tolist()!r:.100} for pixel_values of {height} x {width} pixels; an image lies "
+            "within its pixel_values."
         )
-    return int((sizes // (side * merge)).prod(1).sum())
+    return int(
+        (sizes // (_side(config.vision_config.patch_size) * getattr(config, "spatial_merge_size", 1))).prod(1).sum()
+    )
 
 
 def of_rows(config: Any, media: Media) -> int:
@@ -76,26 +72,19 @@ def of_rows(config: Any, media: Media) -> int:
 
     Images that are zero everywhere are padding for these models.
     """
-    pixels, mask = media["pixel_values"], media.get("pixel_attention_mask")
-    if mask is not None and mask.shape != (len(pixels), *pixels.shape[2:]):
-        raise ValueError(
-            f"has a pixel_attention_mask of shape {tuple(mask.shape)} for pixel_values of shape {tuple(pixels.shape)}."
-        )
-    images, side = int((pixels != 0).flatten(1).any(1).sum()), _side(config.vision_config.patch_size)
+    pixels, side = media["pixel_values"], _side(config.vision_config.patch_size)
+    images, (height, width) = int((pixels != 0).flatten(1).any(1).sum()), pixels.shape[2:]
     if (resampled := getattr(config, "perceiver_config", None)) is not None:
         return images * int(resampled.resampler_n_latents)
-    height, width = pixels.shape[2:]
     return images * ((height // side) * (width // side) // config.scale_factor**2)
 
 
 def of_places(config: Any, media: Media) -> int:
     """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
-    (pixels, values), (places, positions), *_ = media.items()
+    (_, values), (_, positions), *_ = media.items()
     counts = media.get("num_frames_per_video")
     if counts is not None and int(counts.sum()) != len(values):
         raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(values)} frames.")
-    if positions.shape != (*values.shape[:2], 2):
-        raise ValueError(f"has {places} of shape {tuple(positions.shape)} for {pixels} of shape {tuple(values.shape)}.")
     used = (positions != -1).all(-1).sum(-1)
     return int((used // config.vision_config.pooling_kernel_size**2).sum())
 

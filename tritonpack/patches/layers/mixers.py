@@ -100,8 +100,8 @@ class DocumentByDocument(InstanceForward):
 
         try:
             alone = [_first(self.inner(**self.bound((x,), {}))) for x in (first, second)]
-            found = run(first, second)
-            differs, moved = apart(alone, found), apart(found[1:], run(other, second)[1:])
+            packed = run(first, second)
+            differs, moved = apart(alone, packed), apart(packed[1:], run(other, second)[1:])
         except Exception:  # a layer without support may raise anything
             return False
         return moved <= torch.finfo(weight.dtype).eps and differs <= half_the_digits(weight.dtype)

@@ -52,11 +52,11 @@ def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) ->
 class _Indexed:
     """Rows of RoFormer's table. RoFormer adds axes of batch and heads by [None, None]; ours already have a batch."""
 
-    def __init__(self, found: Tensor) -> None:
-        self.found = found
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.found[:, None]
+        return self.rows[:, None]
 
 
 def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
