@@ -277,7 +277,7 @@ def document_numbers(numbers: Any, count: int, name: str) -> NDArray[np.int32]:
     """Numbers of `count` documents, a list or an array, as int32; ValueError for others, which has the name."""
     numbers = np.asarray(numbers) if isinstance(numbers, (list, tuple, range)) else numbers
     rule = f"{name} must give numbers of documents, 0 to {count - 1}, in a one-dimensional array"
-    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ValueError(f"{rule}; got {numbers!r:.100}.")
     outside = (numbers < 0) | (numbers >= count)
     if outside.any():
