@@ -199,19 +199,19 @@ def plan_units(
     check_integer(least_steps, "least_steps")
     check_options(objective, tail)
     check_flag(shuffle, "shuffle")
-    fitting, together = tokens <= capacity, 1
+    together = 1
     if order is None:
-        own = tokens[fitting]
+        own = tokens if tokens.max() <= capacity else tokens[tokens <= capacity]
         numbers = epoch_order(len(own), seed, epoch, shuffle)
         if done is None:
             check_tail(own, capacity, num_ranks, tail)
         if shuffle and len(own):
             together = choose_steps_together(own, capacity, num_ranks)
         if len(own) < len(tokens):
-            numbers = np.flatnonzero(fitting).astype(np.int32)[numbers]
+            numbers = np.flatnonzero(tokens <= capacity).astype(np.int32)[numbers]
     else:
         numbers = epoch_order(len(tokens), seed, epoch, order=order)
-        numbers = numbers[fitting[numbers]]
+        numbers = numbers[tokens[numbers] <= capacity]
     if done is not None:
         # Of a unit that comes several times the first are done.
         by_unit = np.argsort(numbers, kind="stable")
