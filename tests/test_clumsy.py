@@ -1,4 +1,4 @@
-"""Values of the wrong type or size, one at a time, for every parameter of the public functions.
+"""Values of the wrong type or size, one at a time, for one parameter of each kind of check.
 
 Each value either raises a ValueError of tritonpack or is accepted. The accepted kinds of values are listed here.
 """
