@@ -132,6 +132,8 @@ def test_columns_that_only_some_examples_need() -> None:
     for typed in (gemma3(), without(gemma3(), "token_type_ids")):
         made = VisionPackingCollator(GEMMA3)([TEXT, typed, TEXT | {"token_type_ids": None}])
         assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
+    glm4v = VisionPackingCollator(Rotated("glm4v"))  # whose frames have the token of images
+    assert_same(glm4v([without(qwen(), "mm_token_type_ids")]), glm4v([qwen()]))
     made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
     assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
     assert made["second_per_grid_ts"].dtype == torch.float32
