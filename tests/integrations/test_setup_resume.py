@@ -95,7 +95,7 @@ def test_refuses_checkpoints_without_its_state(tmp_path: Path) -> None:
     saved = json.loads(path.read_text())
     saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
     path.write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"):
+    with pytest.raises(ValueError, match=r"this isn't a state of version 5 of .*Resume with the version"):
         trained(tmp_path, resume=4)
     del saved["stateful_callbacks"]["tritonpack"]
     path.write_text(json.dumps(saved))
