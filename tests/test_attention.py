@@ -353,16 +353,19 @@ class TestLayouts:
 
 
 def call(**changes: Any) -> Tensor:
-    """Attention of 4 queries and keys in 2 heads of 16, with some arguments replaced."""
-    arguments = {name: torch.randn(4, 2, 16) for name in "qkv"} | {"mask": OF_FOUR, "backend": "blocked"}
-    return varlen_attention(**(arguments | changes))
+    """Attention of 4 queries and keys in 2 heads of 16, with some arguments replaced, or made by a function."""
+    arguments = {name: torch.randn(4, 2, 16) for name in "qkv"} | {"mask": of_four, "backend": "blocked"} | changes
+    return varlen_attention(**{name: x() if callable(x) else x for name, x in arguments.items()})
+
+
+def of_four() -> BlockDiagonalMask:
+    return BlockDiagonalMask.from_seqlens([4])
 
 
 def all_three(*shape: int, **options: Any) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, **options) for name in "qkv"}
 
 
-OF_FOUR = BlockDiagonalMask.from_seqlens([4])
 SIZES = "the mask is for 4 queries and 4 keys, but q has"
 FLAG = "pack_invariant must be True or False; got"
 # Changed arguments, and words of the refusal
@@ -375,7 +378,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (all_three(4, 2, 16, dtype=torch.int32), "one dtype of bfloat16, float16, float32, float64; got int32, int32, int"),
     ({"mask": torch.ones(4, 4)}, "mask must be a tritonpack.BlockDiagonalMask; got Tensor. Build one with"),
     ({"v": torch.zeros(4, 2, 16, device="meta")}, "q, k, v and mask must be on one device; got cpu, cpu, meta, cpu"),
-    ({"mask": BlockDiagonalMask.from_seqlens([4], device="meta")}, "on one device; got cpu, cpu, cpu, meta"),
+    ({"mask": lambda: of_four().to("meta")}, "on one device; got cpu, cpu, cpu, meta"),
     ({"v": torch.zeros(5, 2, 16)}, r"k and v must have the same .* heads; got \(4, 2, 16\) and \(5, 2, 16\)"),
     ({"q": torch.zeros(4, 3, 16)}, "query heads must be a multiple of the number of key heads; got 3 and 2"),
     (all_three(4, 0, 16), "multiple .*; got 0 and 0"),
@@ -402,14 +405,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be .* with 2 heads; got \(3,\) float32"),
     ({"alibi_slopes": torch.zeros(2).half()}, "must be float32; got .*float16"),
     ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, r"no gradient; pass alibi_slopes.detach\(\)"),
-    ({"alibi_slopes": torch.zeros(2), "mask": OF_FOUR.transpose()}, "this mask has no diagonal"),
+    ({"alibi_slopes": torch.zeros(2), "mask": lambda: of_four().transpose()}, "this mask has no diagonal"),
     ({"alibi_slopes": torch.zeros(0, 2)}, "alibi_slopes are for 0 documents, but the mask has more"),
     ({"backend": "flash"}, "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'"),
     ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
     ({"backend": "reference", "pack_invariant": True},
      "can't be pack_invariant; use backend='blocked' or 'triton'"),
-    ({"mask": BlockDiagonalMask.from_tree([-1, 0, 0, 0]), "pack_invariant": True}, "doesn't work in a mask of trees"),
-    ({"mask": BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees supports neither a cache nor "),
+    ({"mask": lambda: BlockDiagonalMask.from_tree([-1, 0, 0, 0]), "pack_invariant": True}, "in a mask of trees"),
+    ({"mask": lambda: BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees supports neither a cache"),
 ]  # fmt: skip
 
 
