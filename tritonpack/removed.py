@@ -40,6 +40,7 @@ OPTIONS = {
     "length": "documents are rows of tokens, or mappings with input_ids",
     "measure": "dataloader counts input_ids itself; for documents of another form pass lengths=",
     "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",
+    "per_token=": "it takes the columns of processors alone; remove other columns (dataset.remove_columns)",
     "objective='documents'": "collate labels of whole documents yourself: batch['labels'] = torch.tensor(labels)",
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
     "divide": "divide the documents, as datasets.distributed.split_dataset_by_node does, and pass num_replicas=1",

@@ -87,7 +87,7 @@ REFUSED: dict[str, list[Any]] = {
          r"don't count from 0 in each document of its seq_lengths \[2\]"),
         ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs only tokens.*processor's own collator"),
         ([A | {"labels": 1}], {}, r"row of integers as labels; got torch.int64 of shape \(\). Give one integer"),
-        ([A | {"labels": [1, 2], "label": 1}], {}, "has 'label', which .*; it takes 'input_ids', 'labels'"),
+        ([A | {"labels": [1, 2], "label": 1}], {}, "has 'label', which .*Rename labels of tokens to 'labels'"),
         ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "needs a row of integers as labels; got .*float32"),
         ([A | {"labels": "yes"}], {}, "needs a row of integers as labels; got 'yes'"),
         ([A | {"token_type_ids": [0]}], {}, "document 0 has 2 input_ids but 1 token_type_ids"),

@@ -115,8 +115,8 @@ def read_feature(feature: Any, per_token: Collection[str] = (), longest: int | N
         )
     if unknown := sorted(map(str, feature.keys() - {*TAKEN, *per_token})):
         advice = (
-            f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Name columns with one value per token in "
-            "per_token=(...)"
+            f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Rename labels of tokens to {LABELS!r}, and name "
+            "other columns with one value per token in per_token=(...)"
         )
         if any(column.startswith(_MEDIA) for column in unknown):
             advice = (

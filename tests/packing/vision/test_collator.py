@@ -260,6 +260,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ("llava", {}, "model must be the image-text model that gets the batches; got str"),
     (Model("qwen2_vl"), {}, "has no get_rope_index"),
     (LLAVA, {"pad_to_multiple_of": 8, "pad_token_id": 60}, "pad_token_id=60 is the token of images"),
+    (LLAVA, {"per_token": ["w"]}, "per_token= of VisionPackingCollator was removed: .*remove_columns"),
     (LLAVA, {"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer from 1"),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from tritonpack.packing.columns import (
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Family
 from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
+from tritonpack.removed import refuse_removed
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
@@ -59,7 +60,10 @@ their `get_rope_index` returns for the document alone |
         ValueError: a model of an unknown family, or with an unknown vision tower, or a wrong setting.
     """
 
-    def __init__(self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int = 0) -> None:
+    def __init__(
+        self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int = 0, per_token: None = None
+    ) -> None:
+        refuse_removed([] if per_token is None else ["per_token="], "VisionPackingCollator")
         self._text = PackingCollator(pad_to_multiple_of, pad_token_id)
         self._config = _configuration(model)
         self.model_type: str = self._config.model_type
