@@ -52,8 +52,8 @@ WRONG = [
     ("plan a.json --capacity 8 --lookahead 1", "tritonpack plan --lookahead was removed: a step is offered 1% more"),
     ("pack lines.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
     ("pack nowhere.jsonl --capacity 8 --out x", "there is no file or folder nowhere.jsonl"),
-    ("pack lines.jsonl --capacity 1 --out x", "or say what to do with them: --overlong truncate, split"),
-    ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "names 'b', which isn't there"),
+    ("pack lines.jsonl --capacity 1 --out x", "The longest is document 0 of lines.jsonl: 3 tokens."),
+    ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "columns are 'input_ids', 'b'; name "),
     ("pack lines.jsonl --capacity 12 --out x --split train", "has no splits; leave out --split train"),
     ("pack lines.jsonl --capacity 12 --out .", "isn't empty; name another folder, or remove it"),
 ]  # fmt: skip
