@@ -181,17 +181,13 @@ class InstanceForward(Part):
     @property
     def inner(self) -> Any:
         """The original forward: the one that ran before the patch."""
-        if self.own is not None:
-            return self.own
-        module = self.module
-        return getattr(type(module), self.attribute).__get__(module)
+        original = getattr(type(self.module), self.attribute)
+        return original.__get__(self.module) if self.own is None else self.own
 
     def run_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original forward. After a graph break torch.compile looks a bound method up by its name, and would
-        find this forward."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return getattr(type(self.module), self.attribute)(self.module, *args, **kwargs)
+        """Call `inner`, which torch.compile would look up by its name after a graph break, and find this forward."""
+        original = getattr(type(self.module), self.attribute)
+        return original(self.module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
