@@ -101,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not on_cpu:
         copy, ceiling = ceilings()
         print(f"copy {copy:.2f} TB/s, bf16 matrix product {ceiling:.0f} TFLOP/s", flush=True)
-    only_measured = on_cpu and bool(own)  # tiny shapes try all peers on a CPU, too
-    peers = [peer for peer in PEERS if peer.name not in options.without and (peer.on_cpu or not only_measured)]
+    every = not (on_cpu and own)  # tiny shapes try all peers on a CPU, too
+    peers = [peer for peer in PEERS if peer.name not in options.without and (every or peer.on_cpu)]
     cases = [case_of(shape, peers, device) for shape in todo]
     try:
         left = run(cases, ledger, budget, device, options.repeats)

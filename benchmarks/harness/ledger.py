@@ -38,18 +38,22 @@ def parted(cell: str) -> Row:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a ledger; of a measurement that was repeated only the last one.
+    """The rows of a ledger; of a measurement that was repeated on a device only the last one.
 
     Raises:
         SystemExit: there is no such file, or it has other columns.
     """
+    return list({tuple(row[name] for name in (*KEY, "device")): row for row in _rows(path)}.values())
+
+
+def _rows(path: Path) -> list[Row]:
     if not path.exists():
         raise SystemExit(f"{path} doesn't exist; `python -m benchmarks.gpu` and `benchmarks.cpu` write such files.")
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise SystemExit(f"{path} isn't a ledger of this version: its columns aren't {', '.join(COLUMNS)}.")
-        return list({tuple(row[name] for name in (*KEY, "device")): row for row in reader}.values())
+        return list(reader)
 
 
 class Ledger:
@@ -65,15 +69,11 @@ class Ledger:
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
         self.path, self.about = path, dict(about)
-        self._known: dict[tuple[str, ...], Row] = {}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._append(dict(zip(COLUMNS, COLUMNS, strict=True)))
-        read(path)
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if self.about.items() <= row.items():
-                    self._known[tuple(row[name] for name in KEY)] = row
+        here = [row for row in _rows(path) if self.about.items() <= row.items()]
+        self._known = {tuple(row[name] for name in KEY): row for row in here}
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row, with the environment and the time."""

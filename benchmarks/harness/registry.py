@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,10 +51,11 @@ class Case:
     prepare: Callable[[], Mapping[str, Any]]
     implementations: Sequence[str] = ()
     repeats: int = REPEATS
-    text: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", joined(self.parameters))
+    @property
+    def text(self) -> str:
+        """The parameters as a row has them."""
+        return joined(self.parameters)
 
     def calls(self, prepared: Any) -> Iterator[Call]:
         """The calls of an implementation, one for each benchmark."""
@@ -83,6 +84,8 @@ def register(*benchmarks: str, repeats: int = REPEATS, **parameters: Sequence[ob
 
 def selected(words: str) -> list[Case]:
     """The cases whose name, benchmarks and parameters hold all of these words."""
-    texts = {id(case): f"{case.name} {' '.join(case.benchmarks)} {case.text}" for case in CASES}
-    wanted = [word.removeprefix("test_") for word in words.split()]
-    return [case for case in CASES if all(word in texts[id(case)] for word in wanted)]
+
+    def text(case: Case) -> str:
+        return f"{case.name} {' '.join(case.benchmarks)} {case.text}"
+
+    return [case for case in CASES if all(word.removeprefix("test_") in text(case) for word in words.split())]

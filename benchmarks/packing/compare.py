@@ -1,18 +1,15 @@
-"""Compares our packers and samplers with others in one run: the quality of their epochs, and their times.
+"""Compares our planner with other samplers in one run: the quality of their epochs, and their times.
 
-    python -m benchmarks.packing.compare [--lengths FILE.json] [--peers DIR] [--sizes 10000 100000 1000000]
+    python -m benchmarks.packing.compare [--lengths FILE.json] [--peers DIR]
     python -m benchmarks.packing.compare --suite [--lengths FILE.json] [--peers DIR]
 
-The first table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
+The table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
 8 ranks of 32,768 tokens over 10 epochs by default. Its columns are fields of `PlanStatistics`, means over the epochs;
 the costs are those of a Llama-3-8B. The last one is the least time in which one rank plans an epoch, warm; samplers
 take turns. (Most of axolotl's time is the garbage collection at the end of its sampler.) Every plan is checked before
 its row is printed: no document is in it twice, no row is above the capacity.
 
-The second table has the times of packing log-normal lengths, warm, the best of three runs (one run if it takes
-seconds). A packer that took more than --limit seconds gets no larger problem.
-
-With --suite the first table compares our planner with the other samplers on eleven data sets, and the last line names
+With --suite the table compares our planner with the other samplers on eleven data sets, and the last line names
 the rows in which ours loses (see benchmarks/packing/suite.py).
 """
 
@@ -22,21 +19,18 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packing.peers import Lengths, Packer, Sampler, load
-from benchmarks.packing.suite import OURS, data_sets, losses, print_table, seconds
-from tests.lengths import log_normal, lookalike
+from benchmarks.packing.peers import Lengths, Sampler, load
+from benchmarks.packing.suite import OURS, data_sets, losses, print_table
+from tests.lengths import lookalike
 from tritonpack.cli.plan import next_fit_rows
 from tritonpack.packing import pack
-from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.planning.plan import Plan, plan_epoch
 
 
@@ -96,27 +90,6 @@ def all_of_ours() -> list[Sampler]:
     ]
 
 
-def print_times(packers: Sequence[Packer], options: argparse.Namespace) -> None:
-    """Print the second table, one row per packer and one column per number of documents."""
-    print(f"\nSeconds to pack log-normal lengths (mean 598, at most 8,192) into rows of {options.capacity:,} tokens\n")
-    print("| packer | " + " | ".join(f"{size:,}" for size in options.sizes) + " |")
-    print("|---|" + "---|" * len(options.sizes))
-    for packer in packers:
-        packer.pack(packer.prepare(log_normal(1000)), options.capacity)  # compiled
-        cells: list[str] = []
-        best = 0.0
-        for size in options.sizes:
-            if best > options.limit:
-                cells.append("")
-                continue
-            prepared = packer.prepare(log_normal(size))
-            best = seconds(packer.pack, prepared, options.capacity)
-            for _ in range(2 if best < 2 else 0):
-                best = min(best, seconds(packer.pack, prepared, options.capacity))
-            cells.append(f"{best:.2g}")
-        print(f"| {packer.name} | " + " | ".join(cells) + " |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, help="a JSON list of token counts")
@@ -125,28 +98,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000], help="ascending")
     parser.add_argument("--suite", action="store_true", help="compare on eleven data sets instead")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns")
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds")
     options = parser.parse_args()
-    peers = load(options.peers)
+    peers, absent = load(options.peers)
     lengths = lookalike()
     if options.lengths is not None:
         lengths = np.array(json.loads(options.lengths.read_text(encoding="utf-8")), dtype=np.int64)
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}, {os.cpu_count()} cores"
     )
-    print("Absent: " + ("; ".join(f"{name} ({why})" for name, why in peers.absent.items()) or "none"))
+    print("Absent: " + ("; ".join(f"{name} ({why})" for name, why in absent.items()) or "none"))
     if options.suite:
-        found = print_table(data_sets(lengths), [ours(), *peers.samplers], options, seeds=5, whole=False)
+        found = print_table(data_sets(lengths), [ours(), *peers], options, seeds=5, whole=False)
         print(losses(found))
         return
     name = f"{len(lengths):,} documents, {lengths.sum():,} tokens"
     given = {name: (options.capacity, lambda epoch: lengths)}
-    print_table(given, [*all_of_ours(), *peers.samplers], options, seeds=options.epochs, whole=True)
-    packers = [Packer(f"tritonpack {name}", partial(pack, algorithm=name)) for name in get_args(Algorithm)]
-    print_times([*packers, *peers.packers], options)
+    print_table(given, [*all_of_ours(), *peers], options, seeds=options.epochs, whole=True)
 
 
 if __name__ == "__main__":

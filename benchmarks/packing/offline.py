@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import ipc, parquet
+from pyarrow import ipc
 
 _SHARD = 250_000  # documents of a generated file
 _VOCABULARY = 32_000
 
 
-def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, seed: int) -> tuple[int, int]:
+def generate(folder: Path, documents: int, mean: int, longest: int, seed: int) -> tuple[int, int]:
     """Write documents of log-normal lengths with random tokens; returns the number of tokens and their sum."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
@@ -39,15 +39,9 @@ def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, s
         values = generator.integers(1, _VOCABULARY, offsets[-1], dtype=np.int32)
         tokens, total = tokens + len(values), total + int(values.sum(dtype=np.int64))
         table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))})
-        path = folder / f"data-{number:05d}.{kind}"
-        if kind == "parquet":
-            parquet.write_table(table, path, row_group_size=50_000)
-        elif kind == "jsonl":
-            with path.open("w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
-        else:
-            with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, table.schema) as writer:
-                writer.write_table(table, max_chunksize=1000)
+        path = folder / f"data-{number:05d}.arrow"
+        with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1000)
     return tokens, total
 
 
@@ -69,7 +63,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--mean", type=int, default=150, help="mean tokens of a document")
     parser.add_argument("--capacity", type=int, default=32_768)
-    parser.add_argument("--kind", choices=["arrow", "parquet", "jsonl"], default="arrow")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; about 40 bytes a token for a while")
     parser.add_argument("--seed", type=int, default=0)
@@ -79,7 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     source, out = given.folder / "documents", given.folder / "rows"
     try:
         began = time.perf_counter()
-        tokens, total = generate(source, given.documents, given.mean, given.capacity, given.kind, given.seed)
+        tokens, total = generate(source, given.documents, given.mean, given.capacity, given.seed)
         print(f"{given.documents:,} documents, {tokens:,} tokens, made in {time.perf_counter() - began:.0f} s")
         command = [sys.executable, "-m", "tritonpack", "pack", source, "--out", out, "--json", given.folder / "numbers"]
         options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}"]

@@ -1,7 +1,7 @@
-"""Packers and samplers of other projects, unchanged, loaded from the user's files or packages.
+"""Samplers of other projects, unchanged, loaded from the user's files or packages.
 
 Files in the given folder: `multipack_sampler.py` and `multipack_sampler_linear.py` of imoneoi/multipack_sampler, and
-`multipack.py`, which is axolotl's `src/axolotl/utils/samplers/multipack.py`. Packages: trl, binpacking.
+`multipack.py`, which is axolotl's `src/axolotl/utils/samplers/multipack.py`. Package: trl.
 """
 
 from __future__ import annotations
@@ -49,38 +49,16 @@ class Sampler:
     prepare: Callable[[Lengths], Any] = _unchanged
 
 
-@dataclass(frozen=True)
-class Packer:
-    """A packer: (prepared lengths, capacity) to rows of documents."""
-
-    name: str
-    pack: Callable[[Any, int], Any]
-    prepare: Callable[[Lengths], Any] = _unchanged
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The peers that were found, and the reasons why others weren't, by name."""
-
-    samplers: tuple[Sampler, ...]
-    packers: tuple[Packer, ...]
-    absent: dict[str, str]
-
-
-def load(folder: Path | None) -> Peers:
-    """Load the peers that can be found."""
+def load(folder: Path | None) -> tuple[list[Sampler], dict[str, str]]:
+    """The samplers that can be found, and the reasons why others weren't, by name."""
     samplers: list[Sampler] = []
-    packers: list[Packer] = []
     absent: dict[str, str] = {}
     for name, loader in _LOADERS.items():
         try:
-            found = loader(folder)
+            samplers += loader(folder)
         except (FileNotFoundError, ImportError, AttributeError) as error:
             absent[name] = str(error)
-            continue
-        samplers += [each for each in found if isinstance(each, Sampler)]
-        packers += [each for each in found if isinstance(each, Packer)]
-    return Peers(tuple(samplers), tuple(packers), absent)
+    return samplers, absent
 
 
 def plan_of(rows: Rows, num_ranks: int, capacity: int) -> Plan:
@@ -107,7 +85,7 @@ def _module(folder: Path | None, name: str) -> ModuleType:
     return module
 
 
-def _multipack(folder: Path | None) -> list[Sampler | Packer]:
+def _multipack(folder: Path | None) -> list[Sampler]:
     classes = {
         "multipack quadratic": _module(folder, "multipack_sampler.py").MultipackDistributedBatchSampler,
         "multipack linear": _module(
@@ -137,7 +115,7 @@ class _Order(SequentialSampler):
         return iter(self.data_source)  # type: ignore[call-overload]
 
 
-def _axolotl(folder: Path | None) -> list[Sampler | Packer]:
+def _axolotl(folder: Path | None) -> list[Sampler]:
     stubs: dict[str, Any] = {name: ModuleType(name) for name in ("axolotl", "axolotl.utils")}
     stubs["axolotl.utils.distributed"] = mock.Mock()
     stubs["axolotl.utils.logging"] = mock.Mock(get_logger=logging.getLogger)
@@ -163,18 +141,10 @@ def _axolotl(folder: Path | None) -> list[Sampler | Packer]:
 
         return Sampler(name, plan, rows)
 
-    def first_fit(lengths: Lengths, capacity: int) -> Any:
-        return module.pack_parallel(lengths, capacity, 100_000, _AXOLOTL_BIN_SIZE, num_processes=1)
-
-    return [
-        sampler("axolotl first-fit, strided", False),
-        sampler("axolotl sequential, strided", True),
-        Packer("axolotl first-fit", first_fit),
-        Packer("axolotl sequential", lambda lengths, capacity: module.allocate_sequentially(lengths, 0, capacity, 1)),
-    ]
+    return [sampler("axolotl first-fit, strided", False), sampler("axolotl sequential, strided", True)]
 
 
-def _trl(folder: Path | None) -> list[Sampler | Packer]:
+def _trl(folder: Path | None) -> list[Sampler]:
     import pyarrow
 
     packed = importlib.import_module("trl.data_utils")._pack_bfd
@@ -210,29 +180,11 @@ def _trl(folder: Path | None) -> list[Sampler | Packer]:
 
         return Sampler(name, plan, own_work, without_tokens)
 
-    return [
-        sampler("trl bfd per 1,000, shuffled", _TRL_BATCH),
-        sampler("trl bfd of all, shuffled", None),
-        Packer(
-            "trl bfd, copying a byte per token", lambda whole, capacity: parts(whole, capacity, None), without_tokens
-        ),
-    ]
+    return [sampler("trl bfd per 1,000, shuffled", _TRL_BATCH), sampler("trl bfd of all, shuffled", None)]
 
 
-def _binpacking(folder: Path | None) -> list[Sampler | Packer]:
-    to_constant_volume = importlib.import_module("binpacking").to_constant_volume
-    return [
-        Packer(
-            "binpacking, as ms-swift does",
-            lambda pairs, capacity: to_constant_volume(pairs, capacity, weight_pos=1),
-            lambda lengths: list(enumerate(lengths.tolist())),
-        )
-    ]
-
-
-_LOADERS: dict[str, Callable[[Path | None], list[Sampler | Packer]]] = {
+_LOADERS: dict[str, Callable[[Path | None], list[Sampler]]] = {
     "multipack": _multipack,
     "axolotl": _axolotl,
     "trl": _trl,
-    "binpacking": _binpacking,
 }

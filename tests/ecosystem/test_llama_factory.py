@@ -98,7 +98,7 @@ BAD: list[tuple[Any, str]] = [
     (seeing(10, 6), "in row 1 token 10 doesn't see token 6"),
     (pairs() & CAUSAL.triu(-7), r"row 0 token 8 doesn't see token 0.*Windows and images come from the model"),
     (pairs() | pairs().mT, "isn't block-diagonal and causal: in row 0 token 0"),
-    (BEGINLESS, "in row 0 token 0 doesn't see token 0, and no token before it sees itself alone"),
+    (BEGINLESS, "in row 0 token 0 sees others, and neither it nor a token before it sees itself"),
     (added(pairs(), torch.float32, -1e4), r"addends other than 0 .*, such as -10000\."),
     (added(pairs(), torch.float32, torch.nan), "addends other than 0"),
     (pairs().long(), r"Convert it with mask\.bool\(\)"),

@@ -172,10 +172,20 @@ ORDERS: list[tuple[Callable[..., Any], str]] = [
 ]  # fmt: skip
 
 
+DEFAULTS = {
+    **dict.fromkeys(("causal", "is_causal", "deterministic", "return_attn_probs", "return_lse"), False),
+    "disable_scheduler_metadata": False, "dropout_p": 0.0, "softcap": 0.0, "attention_chunk": 0, "sm_margin": 0,
+    "num_splits": 1, "window_size": (-1, -1),
+}  # of others None  # fmt: skip
+
+
 @pytest.mark.parametrize(("function", "order"), ORDERS, ids=lambda x: getattr(x, "__name__", ""))
-def test_names_and_order(function: Callable[..., Any], order: str) -> None:
+def test_names_order_and_defaults(function: Callable[..., Any], order: str) -> None:
     parameters = inspect.signature(function).parameters.values()
-    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == order.split()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == order.split()
+    of_fa4 = {"window_size": (None, None)} if function.__module__.endswith("fa4") else {}
+    assert all(p.default in (p.empty, (DEFAULTS | of_fa4).get(p.name)) for p in positional)
 
 
 def test_torch_signature_is_the_installed_one() -> None:

@@ -57,10 +57,6 @@ class Reporter(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-class Another(Reporter):
-    """Trainer warns of two callbacks of one class."""
-
-
 class SlowToSave(Trainer):
     def save_model(self, *args: Any, **options: Any) -> None:
         Clock.now += 1000
@@ -114,18 +110,20 @@ def test_logs_have_the_tokens_and_seconds_of_training_alone(tmp_path: Path) -> N
 
 
 def test_each_log_has_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    """Reporters before and behind the callback get the entries. Training again starts the counts again."""
     trainer = make_trainer(tmp_path, logging_steps=1, max_steps=2)
     trainer.model.register_forward_pre_hook(Clock.see, with_kwargs=True)
     seen = []
 
-    class Steps(TrainerCallback):
+    class Steps(Reporter):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seen.append((Clock.given, Clock.computed, Clock.now))
 
-    trainer.add_callback(Steps())
     tritonpack.patch(trainer.model, unpad=True)
     trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
-    trainer.train()
+    before, behind = reporter_of(trainer), Steps()
+    trainer.add_callback(behind)
+    metrics = trainer.train().metrics
     (given, computed, seconds), (all_given, all_computed, end) = seen
     first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
     want = [1 - computed / given, given / seconds, computed / seconds, 1 - computed / given]
@@ -133,42 +131,14 @@ def test_each_log_has_the_steps_since_the_one_before(tmp_path: Path) -> None:
     given, computed, seconds = all_given - given, all_computed - computed, end - seconds
     want = [1 - computed / given, given / seconds, computed / seconds, 1 - all_computed / all_given]
     assert [second[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
-
-
-@pytest.mark.slow
-def test_reporters_before_and_behind_the_callback_get_the_entries(tmp_path: Path) -> None:
-    """Training again starts the counts again."""
-    trainer = make_trainer(tmp_path)
-    before, behind = reporter_of(trainer), Another()
-    tritonpack.patch(trainer.model, unpad=True)
-    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
-    trainer.add_callback(behind)
-    first = trainer.train().metrics
     of_tokens, *others = (
         [{name: entry[name] for name in entry if "tokens" in name} for entry in logs]
         for logs in (trainer.state.log_history, before.logs, behind.logs)
     )
     assert others == [of_tokens, of_tokens]
-    assert [len(entry) for entry in of_tokens] == [4] * 5 + [3]
-    assert set(OVERALL) <= set(first)
-    assert trainer.train().metrics["train_tokens_saved_share"] == first["train_tokens_saved_share"]
-
-
-@pytest.mark.slow
-def test_a_model_that_model_init_makes_and_patches(tmp_path: Path) -> None:
-    """Trainer makes a model when it is made, and another one in `train`."""
-    made = []
-
-    def make() -> Any:
-        made.append(tiny_model("llama"))
-        tritonpack.patch(made[-1], unpad=True)
-        return made[-1]
-
-    options = TrainingArguments(**arguments(tmp_path))
-    trainer = Trainer(args=options, model_init=make, train_dataset=Documents(1), data_collator=pad)
-    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
-    assert trainer.train().metrics["train_tokens_saved_share"] > 0
-    assert len(made) == 2
+    assert [len(entry) for entry in of_tokens] == [4, 4, 3]
+    assert set(OVERALL) <= set(metrics)
+    assert trainer.train().metrics["train_tokens_saved_share"] == metrics["train_tokens_saved_share"]
 
 
 @pytest.mark.slow

@@ -1,20 +1,20 @@
 """`attend` on several ranks: results and gradients equal those of one process."""
 
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel.models import mesh_of
 from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import attend, make_layout
 from tritonpack.testing.cases import Case, make_inputs, parents_of
 from tritonpack.testing.tolerance import OUTPUTS, check_outputs
 
-EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
 KEYS = ("all_gather", "group_cast", "ring")
+EXCHANGES = (*KEYS, "ulysses")
 LAYOUTS = ("contiguous", "zigzag", "stripe", "documents")
 LENGTHS = (3, 0, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
 EXACT = 3e-15  # of the largest number of a tensor
@@ -47,7 +47,6 @@ class Batch:
     options: dict = field(default_factory=dict)
     sinks: bool = False
     poisoned: bool = False
-    group: object = None
 
 
 def tensors(batch):
@@ -56,74 +55,40 @@ def tensors(batch):
     shapes = [(total, batch.heads, 8), (total, batch.kv_heads, 8), (total, batch.kv_heads, 6), (total, batch.heads, 6)]
     q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     sinks = torch.randn(batch.heads, generator=generator, dtype=torch.float64)
-    blind = batch.mask.key_start == batch.mask.key_stop
     if batch.poisoned:
         for x in (q, k, v, dout):
-            x[blind] = float("nan")
+            x[batch.mask.key_start == batch.mask.key_stop] = float("nan")
     return q, k, v, dout, sinks if batch.sinks else None
 
 
 def differentiate(call, q, k, v, dout, sinks):
     """out and the gradients of q, k, v, sinks."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
-    out = call(*leaves, sinks)
-    inputs = leaves if sinks is None else [*leaves, sinks]
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    out = call(*inputs[:3], sinks=inputs[3] if sinks is not None else None)
     return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
-def expected(batch):
-    """One process with the reference backend, in float64."""
-
-    def call(q, k, v, sinks):
-        return varlen_attention(q, k, v, batch.mask, sinks=sinks, **batch.options, backend="reference")
-
-    return differentiate(call, *tensors(batch))
-
-
 def on_ranks(batch, exchange, layout, group=None):
-    group, rank = group or batch.group, dist.get_rank(batch.group)
     *whole, sinks = tensors(batch)
-
-    def call(q, k, v, sinks):
-        return attend(q, k, v, batch.mask, layout, group, exchange=exchange, sinks=sinks, **batch.options)
-
-    return differentiate(call, *(layout.shard(x, rank) for x in whole), sinks)
-
-
-@cache
-def mesh_of(*shape):
-    """A mesh of all ranks; its last two dimensions are those of an exchange."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "across", "within")[-len(shape) :])
+    call = partial(attend, mask=batch.mask, layout=layout, group=group, exchange=exchange, **batch.options)
+    return differentiate(call, *(layout.shard(x, dist.get_rank()) for x in whole), sinks)
 
 
 def agrees(make_batch, exchange, layout_name, parts=1):
     """Equals one process. `parts` is how many ranks get runs of the rows that the layout gives them together."""
     batch = make_batch()
-    size, rank = dist.get_world_size(batch.group), dist.get_rank(batch.group)
+    size, rank = dist.get_world_size(), dist.get_rank()
     layout = make_layout(layout_name, batch.mask, size // parts).divide(parts)
-    group = batch.group if isinstance(exchange, str) else mesh_of(2, size // 2)
-    got, wanted = on_ranks(batch, exchange, layout, group), expected(batch)
+    got = on_ranks(batch, exchange, layout, None if isinstance(exchange, str) else mesh_of(2, size // 2))
+    reference = partial(varlen_attention, mask=batch.mask, backend="reference", **batch.options)
+    wanted = differentiate(reference, *tensors(batch))
     for name, ours, whole in zip(("out", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
         if name == "dsinks":
-            dist.all_reduce(ours, group=batch.group)
+            dist.all_reduce(ours)
         mine, scale = whole if name == "dsinks" else layout.shard(whole, rank), whole[whole.isfinite()].abs().max()
         assert torch.equal(ours.isfinite(), mine.isfinite()), name
         error = (ours - mine)[mine.isfinite()].abs().max() if mine.isfinite().any() else 0.0
         assert error <= EXACT * scale, f"{name}: {error:.1e} of {scale:.1e}"
-
-
-def refuses_pairs():
-    def refused(message, exchange, group=None, **given):
-        batch = Batch(**given)
-        layout = make_layout("stripe", batch.mask, 4)
-        with pytest.raises(ValueError, match=message):
-            on_ranks(batch, exchange, layout, group or mesh_of(2, 2))
-
-    pair = ("group_cast", "ulysses")
-    refused("gives every rank a query head, and there are 1 for 2 ranks", pair, heads=1, kv_heads=1)
-    refused("needs an exchange for each, such as exchange=.*; got 'ring'", "ring")
-    refused("is for a mesh of two dimensions, and the group has one", pair, dist.group.WORLD)
 
 
 def low_precision(exchange, dtype, backend="auto"):
@@ -132,10 +97,7 @@ def low_precision(exchange, dtype, backend="auto"):
     inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
     rank, size = dist.get_rank(), dist.get_world_size()
     layout, group = make_layout("zigzag", inputs.mask, size), None if isinstance(exchange, str) else mesh_of(2, 2)
-
-    def call(q, k, v, sinks):
-        return attend(q, k, v, inputs.mask, layout, group, exchange=exchange, sinks=sinks, backend=backend)
-
+    call = partial(attend, mask=inputs.mask, layout=layout, group=group, exchange=exchange, backend=backend)
     mine = [layout.shard(x, rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
     outputs = differentiate(call, *mine, inputs.sinks)
     whole = {}
@@ -150,34 +112,48 @@ def low_precision(exchange, dtype, backend="auto"):
 
 
 def options_are_refused(exchange):
-    size = dist.get_world_size()
-    batch = Batch()
-    q, k, v, *_ = tensors(batch)
+    size, batch = dist.get_world_size(), Batch()
     layout = make_layout("documents", batch.mask, size)
-    q, k, v = (layout.shard(x, dist.get_rank()) for x in (q, k, v))
-
-    def refused(message, q=q, k=k, v=v, mask=batch.mask, layout=layout, **options):
+    q, k, v = (layout.shard(x, dist.get_rank()) for x in tensors(batch)[:3])
+    good = {"q": q, "k": k, "v": v, "mask": batch.mask, "layout": layout, "exchange": exchange}
+    one_head = {"q": q[:, :1], "k": k[:, :1], "v": v[:, :1]}
+    for message, wrong in (
+        ("dropout_p must be 0.0 in sequence parallelism; got 0.1", {"dropout_p": 0.1}),
+        ("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}),
+        ("stands for exchange='ring' with layout='stripe'", {"exchange": "batch_stripe"}),
+        (
+            f"layout is for {size + 1} ranks, and the group has {size}",
+            {"layout": make_layout("stripe", batch.mask, size + 1)},
+        ),
+        ("layout must be a Layout.*got str", {"layout": "zigzag"}),
+        ("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", {"mask": None}),
+        ("51 rows as queries and keys; got 50", {"mask": BlockDiagonalMask.from_seqlens([50])}),
+        (r"owns [12]\d of the layout's", {"q": torch.cat([q, q])}),
+        ("same numbers of tokens and heads", {"v": v[1:]}),
+        ("softcap must be", {"softcap": -1.0}),
+        ("is for a mesh of two dimensions, and the group has one", {"exchange": ("ring", "ulysses")}),
+        *(
+            (f"gives every rank a query head, and there are 1 for {size}", one_head)
+            for _ in range(exchange == "ulysses")
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
-            attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
-
-    refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
-    refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", exchange="p2p")
-    refused("stands for exchange='ring' with layout='stripe'", exchange="batch_stripe")
+            attend(**good | wrong)
     if exchange == "group_cast":
         mask = trees()
         zigzag = make_layout("zigzag", mask, size)
-        some = (torch.zeros(zigzag.lengths[dist.get_rank()], 4, 8) for _ in range(3))
-        refused("For a mask of trees use the layout", *some, mask, zigzag)
-    other = make_layout("documents", batch.mask, size + 1)
-    refused(rf"layout is for {size + 1} ranks, and the group has {size}", layout=other)
-    refused("layout must be a Layout.*got str", layout="zigzag")
-    refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
-    refused("51 rows as queries and keys; got 50", mask=BlockDiagonalMask.from_seqlens([50]))
-    refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
-    refused("same numbers of tokens and heads", v=v[1:])
-    refused("softcap must be", softcap=-1.0)
-    if exchange == "ulysses":
-        refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
+        with pytest.raises(ValueError, match="For a mask of trees use the layout"):
+            attend(*torch.zeros(3, zigzag.lengths[dist.get_rank()], 4, 8), mask, zigzag, exchange=exchange)
+
+
+def refuses_pairs():
+    for message, exchange in (
+        ("gives every rank a query head, and there are 1 for 2 ranks", ("group_cast", "ulysses")),
+        ("needs an exchange for each, such as exchange=.*; got 'ring'", "ring"),
+    ):
+        batch = Batch(heads=1, kv_heads=1)
+        with pytest.raises(ValueError, match=message):
+            on_ranks(batch, exchange, make_layout("stripe", batch.mask, 4), mesh_of(2, 2))
 
 
 def repeats_itself(exchange):
@@ -201,51 +177,29 @@ BATCHES = {
     "9 heads on 3 key heads": lambda: Batch(heads=9, kv_heads=3, sinks=True),
     "3 tokens": lambda: Batch(BlockDiagonalMask.from_seqlens([2, 1])),
     "all at once": lambda: Batch(packed(window=(9, 0)), options={"softcap": 3.0}, sinks=True, kv_heads=2),
+    "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
+    "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
 }
 TREES = {
     "trees": lambda: Batch(trees(), sinks=True),
     "trees, windows": lambda: Batch(trees(window=(4, 0)), options={"softcap": 3.0}, sinks=True),
     "alibi, trees": lambda: Batch(trees(), options={"alibi_slopes": SLOPES}, sinks=True),
 }
-ALIBI = {
-    "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
-    "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
-}
-
-
-def divisible():
-    return Batch(BlockDiagonalMask.from_seqlens([40, 24]))
-
 
 CASES = {}
-for exchange in EXCHANGES:
-    CASES |= {f"{exchange}, {layout}": partial(agrees, Batch, exchange, layout) for layout in LAYOUTS}
-    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "documents") for name, make in BATCHES.items()}
-    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
-    CASES |= {
-        f"{exchange}, divisible": partial(agrees, divisible, exchange, "contiguous"),
-        f"{exchange}, float32": partial(low_precision, exchange, torch.float32),
-        f"{exchange}, bfloat16": partial(low_precision, exchange, torch.bfloat16),
-        f"{exchange}, refusals": partial(options_are_refused, exchange),
-        f"{exchange}, same bits": partial(repeats_itself, exchange),
-    }
-for exchange in ("auto", "all_gather", "ring", "ulysses"):
-    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in TREES.items()}
-for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigzag", "windows")):
-    CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
-CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
-CASES["auto, refusals"] = partial(options_are_refused, "auto")
-for keys in KEYS:  # of meshes of two dimensions
-    pair = (keys, "ulysses")
-    CASES |= {f"mesh, {keys}, {layout}": partial(agrees, Batch, pair, layout) for layout in LAYOUTS}
-    CASES |= {
-        f"mesh, {keys}, {name}": partial(agrees, make, pair, "documents") for name, make in (BATCHES | ALIBI).items()
-    }
-    CASES |= {
-        f"mesh, ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "documents"),
-        f"mesh, {keys}, divided": partial(agrees, Batch, pair, "documents", 2),
-        f"mesh, {keys}, bfloat16": partial(low_precision, pair, torch.bfloat16),
-        f"mesh, {keys}, trees": partial(agrees, TREES["trees"], pair if keys != "group_cast" else ("auto", "ulysses"),
-                                        "stripe"),
-    }  # fmt: skip
+for exchange in (*EXCHANGES, "auto", *((keys, "ulysses") for keys in KEYS)):
+    name, simple = exchange if isinstance(exchange, str) else f"mesh, {exchange[0]}", isinstance(exchange, str)
+    CASES |= {f"{name}, {layout}": partial(agrees, Batch, exchange, layout) for layout in LAYOUTS}
+    CASES |= {f"{name}, {one}": partial(agrees, make, exchange, "documents") for one, make in BATCHES.items()}
+    CASES[f"{name}, bfloat16"] = partial(low_precision, exchange, torch.bfloat16)
+    if "group_cast" not in exchange:
+        CASES |= {f"{name}, {one}": partial(agrees, make, exchange, "zigzag") for one, make in TREES.items()}
+    if simple:
+        CASES[f"{name}, float32"] = partial(low_precision, exchange, torch.float32)
+        CASES[f"{name}, refusals"] = partial(options_are_refused, exchange)
+        CASES[f"{name}, same bits"] = partial(repeats_itself, exchange)
+    else:
+        CASES[f"{name}, ulysses first"] = partial(agrees, BATCHES["all at once"], exchange[::-1], "documents")
+        CASES[f"{name}, divided"] = partial(agrees, Batch, exchange, "documents", 2)
+CASES["mesh, auto, trees"] = partial(agrees, TREES["trees"], ("auto", "ulysses"), "stripe")
 CASES["mesh, refusals"] = refuses_pairs

@@ -64,12 +64,6 @@ def mesh() -> None:
     agrees(("ring", "ulysses"), group=ranks)
 
 
-def dropout() -> None:
-    model = make_model(attention_dropout=0.1)
-    with SequenceParallel(model), pytest.raises(ValueError, match="dropout"):
-        torch.compile(model, backend="eager")(**make_batch(0))
-
-
 def full_graph() -> None:
     """The compiler's error says why and what to do, for a model and for a layer."""
     torch._dynamo.reset()
@@ -88,7 +82,6 @@ CASES = {
     "ulysses, traced backward, recomputed": partial(agrees, "ulysses", "aot_eager", checkpointing=True),
     "ring, sinks": partial(agrees, "ring", family="gpt_oss"),
     "mesh": mesh,
-    "dropout": dropout,
     "full graph": full_graph,
 }
 ALSO_ON_FOUR = ("mesh",)

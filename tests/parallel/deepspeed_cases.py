@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,10 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tritonpack
 from tests.parallel.composition_cases import LEARNING_RATE, optimizer_of
-from tests.parallel.models import close, make_batch, make_float32_model
+from tests.parallel.models import SINGLE, close, make_batch, make_float32_model
 from tritonpack import SequenceParallel, patch
 
-SINGLE = 1e-5  # of float32, relative to a tensor's largest number
 REFUSAL = r"(?s)DeepSpeed's Ulysses .*tritonpack\.SequenceParallel\(model, group, exchange='ulysses'"
 
 
@@ -111,48 +110,28 @@ def register_ulysses(model: Any, name: str) -> None:
     )
 
 
-def own_half() -> dict[str, torch.Tensor]:
-    """This rank's half of a packed row, as DeepSpeed's loader gives it."""
-    batch = make_batch(3)  # of 44 tokens
-    half = batch["input_ids"].shape[1] // 2
-    return {name: x[:, dist.get_rank() * half :][:, :half] for name, x in batch.items() if name != "labels"}
-
-
-def model_with(name: str) -> Any:
-    model = make_float32_model()
-    model.set_attn_implementation(name)
-    return model
-
-
-def ulysses_after_the_patch() -> None:
-    model = make_float32_model()
-    with launched(), patch(model):
-        register_ulysses(model, "tritonpack")
+def ulysses(name: str, patched_first: bool = False) -> None:
+    """Under another name than the model's, each rank would attend to its own tokens alone."""
+    model, other, first = make_float32_model(), make_float32_model(), 22 * dist.get_rank()
+    # Half of 44 tokens, as DeepSpeed's loader gives it.
+    batch = {key: x[:, first : first + 22] for key, x in make_batch(3).items() if key != "labels"}
+    with launched(), ExitStack() as stack:
+        if patched_first:
+            stack.enter_context(patch(model))
+            register_ulysses(model, name)
+        else:
+            model.set_attn_implementation("sdpa")
+            other.set_attn_implementation(name)
+            register_ulysses(other, name)
+            stack.enter_context(patch(model))
         with pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
-            model(**own_half())
-
-
-def ulysses_before_the_patch(attention: Any) -> None:
-    model = model_with("sdpa")
-    with launched():
-        register_ulysses(model, "sdpa")
-        with patch(model, attention=attention), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
-            model(**own_half())
-
-
-def ulysses_for_another_name() -> None:
-    """No function of the model is replaced, so each rank would attend to its own tokens alone."""
-    model = model_with("sdpa")
-    with launched():
-        register_ulysses(model_with("flex_attention"), "flex_attention")
-        with patch(model), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
-            model(**own_half())
+            model(**batch)
 
 
 CASES = {
     **{f"ZeRO-{stage}": partial(zero, stage) for stage in range(4)},
     "accelerate": accelerated,
-    "Ulysses after the patch": ulysses_after_the_patch,
-    "Ulysses before the patch": partial(ulysses_before_the_patch, "tritonpack"),
-    "Ulysses for another name": ulysses_for_another_name,
+    "Ulysses after the patch": partial(ulysses, "tritonpack", patched_first=True),
+    "Ulysses before the patch": partial(ulysses, "sdpa"),
+    "Ulysses for another name": partial(ulysses, "flex_attention"),
 }

@@ -34,18 +34,23 @@ def make_group():
     return dist.new_group(list(range(dist.get_world_size())), timeout=LIMIT)
 
 
-def raise_here(error, *_):
-    raise error
+def ends():
+    """The error that a fault of the last rank raises there, and on the others."""
+    return pytest.raises(UserError) if is_last() else pytest.raises(RuntimeError, match=ENDED)
+
+
+def raise_here(*_):
+    raise UserError("my hook")
 
 
 def in_forward(model):
-    model.model.layers[0].register_forward_hook(partial(raise_here, UserError("my hook")))
+    model.model.layers[0].register_forward_hook(raise_here)
     model(**packed())
 
 
 def in_backward(model):
     loss = model(**packed()).loss
-    loss.register_hook(partial(raise_here, UserError("my hook")))
+    loss.register_hook(raise_here)
     loss.backward()
 
 
@@ -58,8 +63,7 @@ def others_raise(fault, **options):
     """The last rank has a fault in its second batch, and the others raise at the time limit. A new group then works."""
     on_ranks(make_model(), loss_of, packed())  # what is imported at the first batch doesn't count
     model, group = make_model(), make_group()
-    expected = pytest.raises(UserError) if is_last() else pytest.raises(RuntimeError, match=ENDED)
-    with expected, SequenceParallel(model, group, **options):
+    with ends(), SequenceParallel(model, group, **options):
         model(**packed()).loss.backward()
         if is_last():
             fault(model)
@@ -76,11 +80,10 @@ def along_dimensions():
     limit._timeout = LIMIT
     override = dict.fromkeys(("across", "within"), ("gloo", limit))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"), backend_override=override)
-    model, options = make_model(), {"exchange": ("group_cast", "ulysses"), "layout": "documents"}
+    model = make_model()
     if is_last():  # the others wait in the next layer
-        model.model.layers[0].register_forward_hook(partial(raise_here, UserError("my hook")))
-    expected = pytest.raises(UserError) if is_last() else pytest.raises(RuntimeError, match=ENDED)
-    with expected, SequenceParallel(model, mesh, **options):
+        model.model.layers[0].register_forward_hook(raise_here)
+    with ends(), SequenceParallel(model, mesh, exchange=("group_cast", "ulysses")):
         model(**packed())
 
 
@@ -89,7 +92,7 @@ def error_on_every_rank(where):
     group, model = make_group(), make_model()
     with SequenceParallel(model, group):
         for options in ({}, {"attention_mask": torch.zeros(1, 3, dtype=torch.long)}):
-            handle = where(model).register_forward_hook(partial(raise_here, UserError("my hook")))
+            handle = where(model).register_forward_hook(raise_here)
             with pytest.raises((UserError, ValueError), match=r"my hook|attention_mask"):
                 model(**packed() | options)
             handle.remove()
@@ -99,7 +102,7 @@ def error_on_every_rank(where):
 
 
 def floating_point_arguments_are_compared():
-    """One bit of one number differs, in a place that depends on the dtype's size and the tensor's length."""
+    """One bit of one number differs."""
     model, batch = make_model(), BATCHES["embeddings"]()
     with mock.patch.object(consistency, "CHUNK", 64), SequenceParallel(model):
         for place in (0, 17, batch["inputs_embeds"].numel() - 1):
@@ -119,11 +122,7 @@ CASES = {
     "error before backward": partial(others_raise, before_backward),
     "error on every rank in a layer": partial(error_on_every_rank, lambda model: model.model.layers[1]),
     "error on every rank after all exchanges": partial(error_on_every_rank, lambda model: model),
-} | {
-    case.__name__.replace("_", " "): case
-    for case in (
-        along_dimensions,
-        floating_point_arguments_are_compared,
-    )
+    "along dimensions": along_dimensions,
+    "floating-point arguments are compared": floating_point_arguments_are_compared,
 }
 ALSO_ON_FOUR = ["error in forward", "along dimensions"]

@@ -12,6 +12,7 @@ from tritonpack import SequenceParallel, patch
 
 
 def restores(patched):
+    """After a batch, an error in the context and an error in a layer."""
     model = make_model()
     if patched:
         patch(model, backend="blocked")
@@ -23,18 +24,11 @@ def restores(patched):
     with pytest.raises(KeyError, match="mine"), SequenceParallel(model):
         raise KeyError("mine")
     assert state_of(model) == before
-    handle = model.model.layers[1].register_forward_hook(fails)
-    with pytest.raises(RuntimeError, match="in a layer"), SequenceParallel(model):
+    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), SequenceParallel(model):
         model(**packed())
     handle.remove()
     assert state_of(model) == before
-    with pytest.raises(ValueError, match="exchange must be one of"), SequenceParallel(model, exchange="p2p"):
-        raise AssertionError("entered")
-    assert state_of(model) == before
-
-
-def fails(*_):
-    raise RuntimeError("in a layer")
 
 
 def a_model_in_two_contexts():
@@ -80,25 +74,17 @@ def base_models_are_sharded_once():
 
 
 def several_models():
-    """A policy and a reference model in one context."""
-    policy, reference = make_model(), make_model("mistral")
-    wanted = []
-    for model in (policy, reference):
+    """A policy and a reference model in one context, and a copy, which runs whole batches afterwards."""
+    models, wanted = [make_model(), make_model("mistral")], []
+    for model in models:
         with patch(model):
             wanted.append(logits_of(model))
-    with SequenceParallel([policy, reference], gather_outputs=True, exchange="ulysses"):
-        for model, logits in zip((policy, reference), wanted, strict=True):
+    with SequenceParallel(models, gather_outputs=True, exchange="ulysses"):
+        for model, logits in zip(models, wanted, strict=True):
             close(logits_of(model), logits, type(model).__name__)
-
-
-def copies_share_batches():
-    """A copy made inside shares batches there, and runs whole batches afterwards."""
-    model = make_model()
-    with SequenceParallel(model):
-        mine = logits_of(model)
-        other = copy.deepcopy(model)
-        close(logits_of(other), mine, "copy")
-    assert logits_of(other).shape[1] == packed()["input_ids"].shape[1]
+        other = copy.deepcopy(models[0])
+        close(logits_of(other), wanted[0], "copy")
+    close(logits_of(other), wanted[0], "copy outside")
 
 
 def tensors_are_freed_without_garbage_collection():
@@ -143,8 +129,7 @@ def rotary_embeddings_follow_the_longest_document():
             close(model(input_ids=numbers(1, 12)).logits, short, "short")
             with pytest.raises(ValueError, match="documents packed with a longer one"):
                 logits_of(model)
-        assert not model.model.rotary_emb._forward_hooks
-        assert not model.model.rotary_emb._forward_pre_hooks
+        assert "forward" not in vars(model.model.rotary_emb)
 
 
 CASES = {
@@ -157,7 +142,6 @@ CASES = {
         paused_contexts,
         base_models_are_sharded_once,
         several_models,
-        copies_share_batches,
         tensors_are_freed_without_garbage_collection,
         rotary_embeddings_follow_the_longest_document,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import tritonpack
-from tests.parallel.composition_cases import full
+from tests.parallel.agreement_cases import agrees
 from tests.parallel.models import (
+    SINGLE,
     Result,
     alone,
     close,
@@ -25,14 +25,13 @@ from tests.parallel.models import (
     loss_of,
     make_batch,
     make_float32_model,
-    mean_over,
     packed,
+    same,
     three_tokens,
     two_rows,
 )
 from tritonpack import SequenceParallel, patch
 
-SINGLE = 1e-5  # of float32, relative to a tensor's largest number
 FUSED_ALONE = {"rope": False, "fused_linear_cross_entropy": True, "rms_norm": False, "swiglu": False}
 
 
@@ -42,24 +41,41 @@ def apply(model: nn.Module | None = None) -> None:
     apply_liger_kernel_to_llama(model=model, **FUSED_ALONE)
 
 
-@contextmanager
-def liger_in_the_class() -> Iterator[None]:
+def make_fused() -> nn.Module:
+    model = make_float32_model()
+    apply(model)
+    return model
+
+
+def fused(*batches: dict[str, Any], prepare: Callable[[Any], Any] = apply, **options: Any) -> None:
+    """Compare with one process and transformers' loss."""
+
+    def compute(model: Any, **batch: Any) -> torch.Tensor:
+        output = model(**batch)
+        assert (output.logits is None) == getattr(model, "fused", False)
+        return output.loss
+
+    def prepared(model: Any) -> None:
+        prepare(model)
+        model.fused = True
+
+    agrees("", *batches, compute=compute, make=make_float32_model, prepare=prepared, tolerance=SINGLE, **options)
+
+
+def patched_first(model: Any) -> None:
+    patch(model)
+    apply(model)
+
+
+def in_the_class() -> None:
     """Liger replaces the forward of the class, as if applied before models are built."""
     import transformers.models.llama.modeling_llama as home
 
     own = home.LlamaForCausalLM.forward
-    apply()
     try:
-        yield
+        fused(make_batch(0), prepare=lambda _: apply())
     finally:
         home.LlamaForCausalLM.forward = own
-
-
-def same(got: Result, wanted: Result) -> None:
-    close(got.loss, wanted.loss, "loss", SINGLE)
-    assert got.gradients.keys() == wanted.gradients.keys()
-    for name, gradient in wanted.gradients.items():
-        close(got.gradients[name], gradient, name, SINGLE)
 
 
 def first_targets() -> dict[str, torch.Tensor]:
@@ -69,44 +85,13 @@ def first_targets() -> dict[str, torch.Tensor]:
     return batch
 
 
-def agrees(*batches: dict[str, Any], order: str = "Liger", op: str = "mean", **options: Any) -> None:
-    """With one process and transformers' loss. `order` says where Liger is applied beside the patch of the context."""
-    wanted = alone(make_float32_model(), loss_of, *batches)
-    with liger_in_the_class() if order == "class" else nullcontext():
-        model = make_float32_model()
-        if order == "patch first":
-            patch(model)
-        if order != "class":
-            apply(model)
-        with SequenceParallel(model, grad_reduce=op, **options):
-            losses = []
-            for batch in batches:
-                output = model(**batch)
-                assert output.logits is None
-                output.loss.backward()
-                losses.append(output.loss.detach())
-        same(Result(torch.stack(losses), mean_over(None, gradients_of(model), op)), wanted)
-
-
-def in_evaluation() -> None:
-    """Liger then makes logits and calls the model's loss function."""
-    wanted = alone(make_float32_model(), loss_of, make_batch(0)).loss[0]
-    model = make_float32_model()
-    apply(model)
-    with SequenceParallel(model), torch.no_grad():
-        close(model.eval()(**make_batch(0)).loss, wanted, "loss", SINGLE)
-        close(model(**make_batch(0), skip_logits=True).loss, wanted, "loss without logits", SINGLE)
-
-
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    wanted = alone(make_float32_model(), loss_of, make_batch(0))
-    model = make_float32_model()
-    apply(model)
+    wanted, model = alone(make_float32_model(), loss_of, make_batch(0)), make_fused()
     trained = wrap(model)
     with SequenceParallel(trained):
         loss = trained(**make_batch(0)).loss
         loss.backward()
-    same(Result(loss.detach()[None], {name: full(x) for name, x in gradients_of(model).items()}), wanted)
+    same(Result(loss.detach()[None], gradients_of(model)), wanted, SINGLE)
 
 
 def sharded(model: Any) -> nn.Module:
@@ -135,14 +120,11 @@ def applied_by_trainer() -> None:
         def get_train_dataloader(self) -> Any:
             return DataLoader([make_batch(number) for number in range(3)], batch_size=None)
 
-    weights = []
+    weights, options = [], {"liger_kernel_config": FUSED_ALONE, "optim": "sgd", "learning_rate": 0.5}
     for liger in (False, True):
         model = make_float32_model()
         with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-            settings = arguments(
-                folder, use_liger_kernel=liger, liger_kernel_config=FUSED_ALONE, optim="sgd", learning_rate=0.5
-            )
-            SharedBatchesTrainer(model, settings).train()
+            SharedBatchesTrainer(model, arguments(folder, use_liger_kernel=liger, **options)).train()
         weights.append({name: p.detach() for name, p in model.named_parameters()})
         assert ("liger" in model.forward.__module__) == liger
     for name, p in weights[0].items():
@@ -152,15 +134,14 @@ def applied_by_trainer() -> None:
 # Accumulated batches of unlike lengths, weighed by their number of targets.
 COUNTED = [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for number in range(2)]
 CASES = {
-    "packed": partial(agrees, make_batch(0)),
-    "rows with padding": partial(agrees, two_rows()),
-    "fewer tokens than ranks have": partial(agrees, three_tokens()),
-    "a rank without targets": partial(agrees, first_targets(), layout="contiguous"),
-    "gradients are summed": partial(agrees, make_batch(0), op="sum"),
-    "num_items_in_batch": partial(agrees, *COUNTED),
-    "patch first": partial(agrees, make_batch(0), order="patch first"),
-    "Liger in the class": partial(agrees, make_batch(0), order="class"),
-    "evaluation": in_evaluation,
+    "packed": partial(fused, make_batch(0)),
+    "rows with padding": partial(fused, two_rows()),
+    "fewer tokens than ranks have": partial(fused, three_tokens()),
+    "a rank without targets": partial(fused, first_targets(), layout="contiguous"),
+    "gradients are summed": partial(fused, make_batch(0), grad_reduce="sum"),
+    "num_items_in_batch": partial(fused, *COUNTED),
+    "patch first": partial(fused, make_batch(0), prepare=patched_first),
+    "Liger in the class": in_the_class,
     "DDP": partial(wrapped, DistributedDataParallel),
     "FSDP": partial(wrapped, sharded),
     "applied inside": applied_inside,

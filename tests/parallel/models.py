@@ -1,5 +1,10 @@
-"""Small float64 models and batches for tests of SequenceParallel; running them on one process and on ranks."""
+"""Small models and batches for tests of SequenceParallel; running them on one process and on ranks.
 
+Everything is in float64. Parts of models that cast to float32 are replaced, or run `in_float64`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -7,19 +12,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack import SequenceParallel, patch
 
-TOLERANCE = 1e-10  # relative to a tensor's largest number
+TOLERANCE = 1e-12  # relative to a tensor's largest number
+SINGLE = 1e-5  # the same for float32
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 SPECIFIC = {
+    "llama": {},
     "mistral": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 LENGTHS = (3, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
+ROUTER_WEIGHT = 0.5
+
+
+class _Widen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A context in which tensors that would be made in float32, also by casts, are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
@@ -39,11 +69,11 @@ def exact_norm(norm, x):
 
 
 def make_model(family="llama", **overrides):
+    """A model of SPECIFIC's or other dense families, which computes in float64 by itself."""
     model = tiny_model(family, attention="eager", **GROUPED | SPECIFIC.get(family, {}) | overrides).train()
-    if family == "gpt_oss":
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                nn.init.normal_(parameter)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
     for module in model.modules():
         if type(module).__name__ == "Gemma2RMSNorm":
             module.forward = partial(exact_norm, module)
@@ -58,8 +88,32 @@ def make_float32_model():
     return model
 
 
+def make_zoo_model(name, **overrides):
+    """A model of any type, which needs `in_float64`."""
+    torch.manual_seed(0)
+    model = zoo.tiny_model(name, **overrides).double().eval()
+    for module in model.modules():
+        if type(module).__name__ == "MiniMaxLightningAttention":  # its decays were rounded to float32
+            with in_float64():
+                rate = module.get_slope_rate()
+                decays = module.decay_factors(rate)
+            names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+            module.load_state_dict(dict(zip(names, (rate, *decays), strict=True)), strict=False)
+    for home in (model, model.config.get_text_config()):
+        for setting in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(home, setting):
+                setattr(home, setting, ROUTER_WEIGHT)
+    return model
+
+
 def is_last():
     return dist.get_rank() == dist.get_world_size() - 1
+
+
+@cache
+def mesh_of(*shape):
+    """A mesh of all ranks; its last two dimensions are those of an exchange."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "across", "within")[-len(shape) :])
 
 
 def numbers(*shape, seed=1):
@@ -122,9 +176,23 @@ def embeddings():
     return {**{name: x for name, x in batch.items() if name != "input_ids"}, "inputs_embeds": made}
 
 
-BATCHES = {
+def other_ignored(name):
+    """`ignore_index` also marks the last tokens of rows, and the padding of very short batches."""
+    batch = BATCHES[name]()
+    return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == -100, 0), "ignore_index": 0}
+
+
+def one_target():
+    """One token has a target, so all ranks but one have none."""
+    batch = packed()
+    return {**batch, "labels": torch.full_like(batch["labels"], -100).index_fill(1, torch.tensor([20]), 7)}
+
+
+BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     f.__name__: f for f in (packed, two_rows, padded, offsets, plain, three_tokens, embeddings)
 }  # fmt: skip
+# No document of these is longer than the share of one of four ranks.
+SHORT_DOCUMENTS = {"several": lambda: packed((13, 1, 9, 12, 5, 11)), "few tokens": lambda: packed((3, 3, 2, 3))}
 
 
 @dataclass
@@ -133,8 +201,14 @@ class Result:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """By the names that parameters have without wrappers."""
+    named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
+    return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def mean_over(group, gradients, op="mean"):
@@ -151,10 +225,10 @@ def loss_of(model, **batch):
     return model(**batch).loss
 
 
-def alone(model, compute=loss_of, *batches, **arguments):
+def alone(model, compute=loss_of, *batches):
     """The loss of a patched model in one process, and gradients summed over batches."""
     patch(model)
-    return _run(model, compute, batches, arguments)
+    return run(model, compute, batches)
 
 
 @cache
@@ -166,15 +240,15 @@ def alone_on(family, batch):
 def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", **options):
     """The same as `alone`, but ranks of a group share the batches, and gradients are reduced over the group."""
     with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
-        result = _run(model, compute, batches, {})
+        result = run(model, compute, batches)
     mean_over(None if isinstance(group, DeviceMesh) else group, result.gradients, grad_reduce)  # a mesh of all ranks
     return result
 
 
-def _run(model, compute, batches, arguments: dict[str, Any]):
+def run(model, compute, batches):
     losses = []
     for batch in batches:
-        loss = compute(model, **batch, **arguments)
+        loss = compute(model, **batch)
         loss.backward()
         losses.append(loss.detach())
     return Result(torch.stack(losses), gradients_of(model))
@@ -185,12 +259,15 @@ def close(got, wanted, what, tolerance=TOLERANCE):
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * size, msg=lambda text: f"{what}: {text}")
 
 
-def same(got, wanted):
-    """The losses and every gradient are equal within TOLERANCE."""
-    close(got.loss, wanted.loss, "loss")
+def same(got, wanted, tolerance=TOLERANCE):
+    """The losses and every gradient are equal. Some gradients are zero but for rounding, so no scale is below a
+    ten-thousandth of the model's largest gradient."""
+    close(got.loss, wanted.loss, "loss", tolerance)
     assert got.gradients.keys() == wanted.gradients.keys()
+    least = 1e-4 * max(gradient.abs().max() for gradient in wanted.gradients.values())
     for name, gradient in wanted.gradients.items():
-        close(got.gradients[name], gradient, name)
+        off = (got.gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=least)
+        assert off < tolerance, f"{name} is off by {off:.1e}"
 
 
 def logits_of(model):
@@ -204,7 +281,7 @@ def state_of(model):
     return [
         (
             {name: id(x) for name, x in module.__dict__.items() if name[0] != "_" or name == "_loss_function"},
-            [(*item, getattr(item[1], "deferred", None)) for item in module._forward_pre_hooks.items()],
+            list(module._forward_pre_hooks.items()),
             list(module._forward_hooks.items()),
         )
         for module in model.modules()

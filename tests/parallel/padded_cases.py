@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.composition_cases import full, make_mesh, over_all
+from tests.parallel.composition_cases import make_mesh, over_all
+from tests.parallel.models import whole
 from tests.patches.calls import state
 from tests.patches.padded_batches import (
     OBJECTIVES,
@@ -48,10 +49,6 @@ def stock(number: int, objective: str) -> Step:
     return Step(values, gradients_of(model))
 
 
-def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
-    return DistributedDataParallel(model, **options)
-
-
 def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
     return over_all(model, make_mesh("sp"), **options)
 
@@ -61,15 +58,11 @@ def checkpointing(model: nn.Module) -> nn.Module:
     return fully_sharded(model)
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(torch.compile(model, backend="eager", dynamic=True))
-
-
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": data_parallel,
-    "DDP, unused parameters": partial(data_parallel, find_unused_parameters=True),
-    "DDP, static graph": partial(data_parallel, static_graph=True),
-    "DDP, compiled": compiled,
+    "DDP": DistributedDataParallel,
+    "DDP, unused parameters": partial(DistributedDataParallel, find_unused_parameters=True),
+    "DDP, static graph": partial(DistributedDataParallel, static_graph=True),
+    "DDP, compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager", dynamic=True)),
     "FSDP": fully_sharded,
     "FSDP, resharded": partial(fully_sharded, reshard_after_forward=True),
     "FSDP, checkpointing": checkpointing,
@@ -82,6 +75,7 @@ def trains_as_stock(name: str, objective: str, first: str, options: dict[str, bo
     batches = [padded_batch(number + dist.get_rank()) for number in range(STEPS)]
     handle = patch(model, **options) if first == "patch" else None
     wrapped = WRAPPERS[name](model)
+    before = state(model)
     if handle is None:
         handle = patch(wrapped, **options)
     for number, batch in enumerate(batches):
@@ -93,32 +87,8 @@ def trains_as_stock(name: str, objective: str, first: str, options: dict[str, bo
         if isinstance(wrapped, FSDPModule):
             wrapped.reshard()  # else `zero_grad` would miss the gradients of the root: it holds whole weights now
     require_saved(handle.saved, *batches, *batches, options=options)
-
-
-def leaves_wrapped_models_as_they_were() -> None:
-    for wrap in (data_parallel, fully_sharded):
-        model = training_model()
-        wrapped = wrap(model)
-        before = state(model)
-        for options in WAYS:
-            with patch(wrapped, **options):
-                step(model, padded_batch(dist.get_rank()), "both", called=wrapped)
-            assert state(model) == before
-
-
-def accumulates(options: dict[str, bool]) -> None:
-    """Gradients of several batches, reduced with the last one."""
-    model, rank = training_model(), dist.get_rank()
-    wrapped = data_parallel(model)
-    wants = [stock(number, "both").gradients for number in range(STEPS)]
-    with patch(model, **options):
-        for number in range(STEPS - 1):
-            with wrapped.no_sync():
-                OBJECTIVES["both"](wrapped(**padded_batch(number + rank)), padded_batch(number + rank)).backward()
-        batch = padded_batch(STEPS - 1 + rank)
-        OBJECTIVES["both"](wrapped(**batch), batch).backward()
-    want = {name: sum(gradients[name] for gradients in wants) for name in wants[0]}
-    require_equal(Step({}, want), Step({}, gradients_of(model)))
+    handle.unpatch()
+    assert first == "patch" or state(model) == before
 
 
 def shares_padded_batches(options: dict[str, bool]) -> None:
@@ -134,7 +104,7 @@ def shares_padded_batches(options: dict[str, bool]) -> None:
     assert output.logits.shape[1] < batch["input_ids"].numel(), "the batch wasn't sharded"
     for name, p in model.named_parameters():
         dist.all_reduce(p.grad)
-        torch.testing.assert_close(full(p.grad) / dist.get_world_size(), want.gradients[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(whole(p.grad) / dist.get_world_size(), want.gradients[name], rtol=0, atol=1e-6)
     assert handle.saved.tokens_computed == handle.saved.tokens_given
     require_equal(want, step(model, batch))
     handle.unpatch()
@@ -151,7 +121,5 @@ CASES = {
         f"{name}, {objective}, {first} first": partial(both_ways, trains_as_stock, name, objective, first)
         for name, objective, first in product(WRAPPERS, OBJECTIVES, ("patch", "wrapper"))
     },
-    "unpatched": leaves_wrapped_models_as_they_were,
-    "DDP, several batches a step": partial(both_ways, accumulates),
     "SequenceParallel": partial(both_ways, shares_padded_batches),
 }

@@ -39,7 +39,7 @@ class Pool:
             need, which takes seconds.
     """
 
-    def __init__(self, size: int, first: str = "context_cases") -> None:
+    def __init__(self, size: int, first: str = "agreement_cases") -> None:
         self.size, self.ended = size, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(Pipe() for _ in range(size)), strict=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from tests.parallel.models import (
     loss_of,
     make_model,
     mean_over,
+    mesh_of,
     numbers,
     on_ranks,
     packed,
@@ -61,12 +63,6 @@ def gpt_neo():
     return from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
 
 
-def with_its_own_loss():
-    model = make_model()
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
-    return model
-
-
 def patched_for_sdpa():
     model = make_model()
     patch(model, attention="sdpa")
@@ -76,7 +72,6 @@ def patched_for_sdpa():
 # On entry: words of the message, what makes the models, options.
 ENTRIES = {
     "a trainer": ("got a SimpleNamespace, which holds a model; pass", lambda: SimpleNamespace(model=make_model()), {}),
-    "None as model": ("expected a model, an instance of torch.nn.Module; got None of type", lambda: None, {}),
     "no models": (r"expected a model, or several; got \[\]", list, {}),
     "name among models": ("got the name 'gpt2'", lambda: [make_model(), "gpt2"], {}),
     "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2), {}),
@@ -98,13 +93,24 @@ ENTRIES = {
     "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got", make_model, {"grad_reduce": "avg"}),
     "unknown layout": ("layout must be one of 'contiguous'.*got 'spiral'", make_model, {"layout": "spiral"}),
     "unknown exchange": ("exchange must be one of 'auto', 'all_gather', .*'p2p'", make_model, {"exchange": "p2p"}),
-    "list of exchanges": (r"exchange must be one of .* got \['ring'\]", make_model, {"exchange": ["ring"]}),
     "axolotl's name": ("stands for exchange='ring' with layout='zigzag'", make_model, {"exchange": "batch_zigzag"}),
+    "name as group": (
+        r"group must be a process group.* got str 'sp'.*mesh\['sp'\]",
+        make_model,
+        {"group_or_mesh": "sp"},
+    ),
+    "list as group": (r"got list \[0\].*new_group\(ranks\)", make_model, {"group_or_mesh": [0]}),
 }
-GROUPS = {
-    "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),
-    "number as group": (r"group must be .* got int 3", 3),
-    "list as group": (r"group must be .* got list \[0\].*new_group\(ranks\)", [0]),
+MESHES = {
+    "one name": ("needs an exchange for each, .*got 'all_gather'.*mesh of one", lambda: mesh_of(2, 2), "all_gather"),
+    "a pair without a mesh": ("for a mesh of two dimensions, and the group has one", lambda: None, ("ring", "ulysses")),
+    **{
+        f"the pair {pair}": ("a pair: 'ulysses' for the dimension along which.*got", lambda: mesh_of(2, 2), pair)
+        for pair in (("ring", "ring"), ("ulysses", "ulysses"), ("p2p", "ulysses"), ("ring", "ulysses", "ring"), ())
+    },
+    "three": ("DeviceMesh of 3 dimensions.*pass one or two", lambda: mesh_of(1, 2, 2), ("ring", "ulysses")),
+    "order of ranks": (r"ascend row by row; got \[\[0, 2\]", lambda: mesh_with([[0, 2], [1, 3]]), ("ring", "ulysses")),
+    "without names": ("needs names, such as|isn't in the group", lambda: mesh_with([[0], [1]]), ("ring", "ulysses")),
 }
 # In a call: words of the message, a change of the batch.
 CALLS = {
@@ -120,6 +126,7 @@ CALLS = {
     "targets of another shape": (r"shift_labels must have.*\(1, 51\)", replaced(shift_labels=numbers(1, 50))),
     "kept logits": ("logits_to_keep names tokens of whole rows.*Leave it out", replaced(logits_to_keep=3)),
     "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8))),
+    "rows in a tuple": (r"noise has shape \(1, 51\), .* only shard tensors", replaced(noise=(torch.zeros(1, TOKENS),))),
     "trees": ("tree_ends says that sequences share tokens", replaced(tree_ends=torch.arange(TOKENS)[None] + 1)),
 }
 # The last rank passes another batch: words of the message on every rank, a change of the batch.
@@ -149,9 +156,12 @@ def refused_on_entry(message, make, options):
     assert before == [state_of(one) for one in models]
 
 
-def refused_group(message, group):
-    with pytest.raises(ValueError, match=message):
-        SequenceParallel(make_model(), group)
+def refused_mesh(message, make, exchange):
+    refused_on_entry(message, make_model, {"group_or_mesh": make(), "exchange": exchange})
+
+
+def mesh_with(ranks):
+    return DeviceMesh("cpu", ranks)
 
 
 def refused_call(message, change):
@@ -207,15 +217,6 @@ def settings_differ():
     assert "forward" not in model.__dict__
 
 
-def rank_outside_of_the_group():
-    group = dist.new_group([0])
-    if dist.get_rank() == 0:
-        with SequenceParallel(make_model(), group, gather_outputs=True) as context:
-            assert logits_of(context.models[0]).shape[1] == TOKENS
-    else:
-        refused_group(rf"rank {dist.get_rank()} of the world, isn't in the group", group)
-
-
 def parameters_began_differently():
     """One matrix differs: before the first forward all are compared, later ones in turn."""
     model = make_model()
@@ -251,17 +252,6 @@ def changed_inside():
     assert state_of(model) != before
 
 
-def unchecked_batches():
-    """Without comparison results are the same, and a rank still refuses its own batch."""
-    model = make_model()
-    with SequenceParallel(model):
-        wanted = model(**packed()).loss
-    with SequenceParallel(model, check_batches=False):
-        close(model(**packed()).loss, wanted, "loss")
-        with pytest.raises(ValueError, match="at least one token"):
-            model(input_ids=numbers(1, 0))
-
-
 def misused_context():
     model = make_model()
     context = SequenceParallel(model)
@@ -271,11 +261,15 @@ def misused_context():
     with context, pytest.raises(ValueError, match="entered already"):
         context.__enter__()
     with context:  # once more after leaving
-        logits_of(model)
+        wanted = logits_of(model)
         with pytest.raises(ValueError, match=r"tokens of shape \(1, 51\).*got shape \(1, 50\)"):
             context.shard(torch.zeros(1, 50))
         with pytest.raises(ValueError, match=r"its shard must be \(1, \d+, ...\); got shape \(1, 51\)"):
             context.gather(torch.zeros(1, TOKENS))
+    with SequenceParallel(model, check_batches=False):  # a rank still refuses its own batch
+        close(logits_of(model), wanted, "logits")
+        with pytest.raises(ValueError, match="at least one token"):
+            model(input_ids=numbers(1, 0))
 
 
 def losses_that_ranks_cannot_share():
@@ -291,7 +285,8 @@ def losses_that_ranks_cannot_share():
         message = "RobertaForMaskedLM computes its loss without its loss function.*gather_outputs=True"
         with pytest.raises(UnsupportedModelError, match=message):
             model(**batch, labels=labels)
-    model = with_its_own_loss()
+    model = make_model()
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels"):
         model(**packed())
 
@@ -332,7 +327,7 @@ def outside_of_the_given_model(make):
 
 CASES = {
     **{name: partial(refused_on_entry, *given) for name, given in ENTRIES.items()},
-    **{name: partial(refused_group, *given) for name, given in GROUPS.items()},
+    **{f"mesh, {name}": partial(refused_mesh, *given) for name, given in MESHES.items()},
     **{name: partial(refused_call, *given) for name, given in CALLS.items()},
     **{name: partial(differs, *given) for name, given in DIFFERENCES.items()},
     **{name: partial(error_on_the_last_rank, *given) for name, given in ERRORS.items()},
@@ -344,10 +339,8 @@ CASES = {
     for case in (
         calls_that_differ_are_named,
         settings_differ,
-        rank_outside_of_the_group,
         parameters_began_differently,
         changed_inside,
-        unchecked_batches,
         misused_context,
         losses_that_ranks_cannot_share,
     )
@@ -359,5 +352,4 @@ ALSO_ON_FOUR = [
     "other lengths",
     "no tokens on one rank",
     "settings differ",
-    "rank outside of the group",
 ]

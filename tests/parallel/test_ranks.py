@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.agreement_cases import ON_THREE
 from tests.parallel.pool import Pool, cases_of
 
 CASES = (
     "all_gather_with_grad_cases",
     "attention_cases",
-    "context_cases",
+    "agreement_cases",
     "lifecycle_cases",
     "refusal_cases",
     "composition_cases",
@@ -26,9 +27,9 @@ def each_case(size, *modules):
     return pytest.mark.parametrize(("module", "name"), found, ids=ids)
 
 
-@each_case(2, *CASES, "padded_cases", "recurrent_cases", "router_cases")
+@each_case(2, *CASES, "padded_cases")
 @pytest.mark.fast(
-    "all_gather_with_grad: gathers dim 0, uneven True, lengths True",
+    "all_gather_with_grad: gathers dim 0, uneven True",
     "all_gather_with_grad: sum, strided_loss",
     "attention: all_gather, windows",
     "attention: group_cast, windows",
@@ -38,12 +39,12 @@ def each_case(size, *modules):
     "attention: ulysses, contiguous",
     "attention: ulysses, bfloat16",
     "attention: auto, documents, softcap",
-    "context: all_gather: padded",
-    "context: group_cast: gpt_oss",
-    "context: ring zigzag",
-    "context: ulysses contiguous",
-    "context: loss by total, summed",
-    "context: documents stay apart: group_cast",
+    "agreement: all_gather, padded",
+    "agreement: group_cast, gpt_oss",
+    "agreement: ring, zigzag",
+    "agreement: ulysses, contiguous",
+    "agreement: loss by total, summed",
+    "agreement: documents stay apart, group_cast",
     "lifecycle: a model in two contexts",
     "refusal: calls that differ are named",
     "refusal: losses that ranks cannot share",
@@ -54,16 +55,17 @@ def each_case(size, *modules):
     "refusal: other lengths",
     "padded: DDP, both, patch first",
     "padded: SequenceParallel",
-    "recurrent: mamba2",
-    "recurrent: a long document",
-    "router: mixtral, padded",
+    "agreement: recurrent, mamba2, ring stripe",
+    "agreement: recurrent, a long document",
+    "agreement: experts, mixtral, padded",
+    "agreement: experts, mixtral, three_tokens",
 )
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 
 
 @pytest.mark.slow
-@each_case(2, "library_cases", "image_cases", "compiled_cases", "trl_cases")
+@each_case(2, "library_cases", "compiled_cases", "trl_cases")
 def test_two_ranks_agree_with_other_libraries(run_on, module, name):
     if module == "trl_cases":
         pytest.importorskip("trl")
@@ -71,9 +73,9 @@ def test_two_ranks_agree_with_other_libraries(run_on, module, name):
 
 
 @pytest.mark.slow
-@each_case(3, "recurrent_cases")
-def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
-    run_on(3, module, name)
+@pytest.mark.parametrize("name", ON_THREE)
+def test_three_ranks_agree_on_recurrent_models(run_on, name):
+    run_on(3, "agreement_cases", name)
 
 
 @pytest.mark.slow

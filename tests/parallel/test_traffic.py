@@ -281,7 +281,7 @@ def test_a_mesh_of_one_rank():
 
 @pytest.mark.parametrize("name", get_args(LayoutName))
 def test_every_rank_of_a_mesh_gets_rows(name):
-    """Of batches with two rows for each rank, the shortest that SequenceParallel shares."""
+    """Of batches with two rows for each rank, the shortest that SequenceParallel shares. Sets own runs together."""
     rng = np.random.default_rng(0)
     for _ in range(60):
         first, second = rng.integers(1, 5, 2).tolist()
@@ -289,6 +289,11 @@ def test_every_rank_of_a_mesh_gets_rows(name):
         cuts = np.unique(rng.integers(1, tokens, rng.integers(1, 5)))
         mask = of([b - a for a, b in pairwise([0, *cuts.tolist(), tokens])])
         ranks = Ranks(None, 0, first * second, (Ranks(None, 0, first), Ranks(None, 0, second)))
-        layout = dimensions_of(ranks, ("ring", "ulysses")).make_layout(name, [mask])
-        assert min(layout.lengths) > 0
-        assert max(layout.lengths) - min(layout.lengths) <= 2
+        for pair in (("ring", "ulysses"), ("ulysses", "ring")):
+            dimensions = dimensions_of(ranks, pair)
+            layout = dimensions.make_layout(name, [mask])
+            assert min(layout.lengths) > 0
+            assert max(layout.lengths) - min(layout.lengths) <= 2
+            whole = make_layout(name, mask, len(dimensions.owners)).rows
+            for owners, rows in zip(dimensions.owners, whole, strict=True):  # sets own the rows of a layout for sets
+                assert torch.cat([layout.rows[rank] for rank in owners]).tolist() == rows.tolist()

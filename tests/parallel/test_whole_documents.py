@@ -1,4 +1,4 @@
-"""Which rank computes each document in layers that mix along the row."""
+"""Which rank computes each document in layers that mix along the row, and how rows travel there and back."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.parallel import whole_documents
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout, make_layout
 from tritonpack.parallel.whole_documents import LONGEST, WholeDocuments
@@ -53,6 +54,39 @@ def test_few_rows_travel_in_the_layout_documents() -> None:
         found = divide(lengths, 4, make_layout(name, mask, 4))
         stay[name] = sum(one.sent[rank] for rank, one in enumerate(found)) / sum(lengths)
     assert stay["documents"] > 0.95 > 0.5 > stay["stripe"]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe", "documents"])
+def test_rows_travel_to_their_documents_and_back(monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
+    lengths, ranks = [4, 1, 6, 3, 5, 2], 3
+    x = torch.arange(10, 10 + sum(lengths))[:, None]
+    rows = make_layout(layout, BlockDiagonalMask.from_seqlens(lengths), ranks)
+    found = divide(lengths, ranks, rows)
+    sent: list[tuple[torch.Tensor, ...]] = []
+
+    def record(message: torch.Tensor, counts: list[int], received: list[int], _: Ranks) -> Any:
+        sent.append(message.split(counts))
+        return lambda: message.new_zeros(sum(received), 1)
+
+    def deliver(message: torch.Tensor, counts: list[int], received: list[int], own: Ranks) -> Any:
+        arrived = [parts[own.rank] for parts in sent]
+        assert list(map(len, arrived)) == received
+        return lambda: torch.cat(arrived)
+
+    def travel(tensors: list[torch.Tensor], there: bool) -> list[torch.Tensor]:
+        sent.clear()
+        for collective in (record, deliver):
+            monkeypatch.setattr(whole_documents, "all_to_all", collective)
+            done = [one.travel(mine, there) for one, mine in zip(found, tensors, strict=True)]
+        return done
+
+    own = [rows.shard(x, rank) for rank in range(ranks)]
+    fetched = travel(own, True)
+    documents = {tuple(document.flatten().tolist()) for document in x.split(lengths)}
+    for one, mine in zip(found, fetched, strict=True):
+        documents -= {tuple(document.flatten().tolist()) for document in mine.split(documents_of(one))}
+    assert not documents
+    assert all(map(torch.equal, travel(fetched, False), own))
 
 
 def test_a_rank_without_documents_gets_one_of_zeros() -> None:

@@ -29,12 +29,15 @@ from tritonpack import (
 
 
 @contextmanager
-def launched() -> Iterator[None]:
-    """The environment that accelerate reads from a launcher; its global state is reset before and afterwards."""
+def launched(alone: bool = False) -> Iterator[None]:
+    """The environment that accelerate reads from a launcher, or of a process `alone`, though there is a process group.
+
+    accelerate's global state is reset before and afterwards.
+    """
     from accelerate.state import AcceleratorState
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    variables = {
+    variables = {} if alone else {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "ACCELERATE_USE_CPU": "true",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "0",  # required, but unused: a process group exists
     }  # fmt: skip
@@ -152,14 +155,15 @@ def loader_for_a_group() -> None:
 def refusals() -> None:
     """Settings with which a Trainer can't share batches, and a mesh whose groups it can't number."""
     model = make_model()
-    with launched(), tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, accelerator_config={"dispatch_batches": True})
-        trainer = Trainer(model, options, train_dataset=[{"input_ids": [1, 2]}] * 4, data_collator=PackingCollator())
-        with SequenceParallel(model), pytest.raises(ValueError, match="leave it at None: every rank loads"):
-            trainer.train()
-        trainer = Trainer(model, arguments(folder), compute_loss_func=lambda outputs, *_, **__: outputs.logits.mean())
-        with SequenceParallel(model), pytest.raises(ValueError, match=r"has a compute_loss_func.*gather_outputs=True"):
-            trainer.train()
+    for message, options, more in (
+        ("leave it at None: every rank loads", {"accelerator_config": {"dispatch_batches": True}}, {}),
+        ("leave it at False", {"eval_use_gather_object": True}, {}),
+        (r"has a compute_loss_func.*gather_outputs=True", {}, {"compute_loss_func": lambda *_, **__: None}),
+    ):
+        with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
+            trainer = Trainer(model, arguments(folder, **options), train_dataset=[{"input_ids": [1, 2]}] * 4, **more)
+            with pytest.raises(ValueError, match=message):
+                trainer.train()
     if dist.get_world_size() == 4:
         groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
         with pytest.raises(ValueError, match=r"aren't those of a dimension of a mesh of 4 ranks"):

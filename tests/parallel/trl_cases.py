@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -67,18 +67,6 @@ def packed(folder: str, model: Any, **options: Any) -> Any:
     return trainer
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """A Trainer that is built here is the only process, though there is a process group."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def run(
     make: Callable[..., Any], group: Any, order: str, gathers: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
@@ -88,18 +76,11 @@ def run(
         The trainer, and how far each weight has moved.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if order == "context first":
-            model = tiny_model("llama")
-            stack.enter_context(
-                patch(model) if group is None else SequenceParallel(model, group, gather_outputs=gathers)
-            )
-            trainer = make(folder, model, **options)
-        else:
-            trainer = make(folder, None, **options)
-            sharing = {"gather_outputs": gathers}
-            stack.enter_context(
-                patch(trainer.model) if group is None else SequenceParallel(trainer.model, group, **sharing)
-            )
+        model = tiny_model("llama") if order == "context first" else None
+        trainer = make(folder, None, **options) if model is None else None
+        shared = model if trainer is None else trainer.model
+        stack.enter_context(patch(shared) if group is None else SequenceParallel(shared, group, gather_outputs=gathers))
+        trainer = trainer or make(folder, model, **options)
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
         if trainer.eval_dataset is not None:
@@ -119,14 +100,13 @@ def agree(
         whole["per_device_eval_batch_size"] = size["per_device_eval_batch_size"] * sizes["dp"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with alone():
+        with launched(alone=True):
             expected, moved = run(make, None, order, **{**size, **whole})
         with launched():
             trainer, moved_there = run(make, mesh["sp"], order, **size)
-    most = max(float(x.abs().max()) for x in moved.values())
+    most = max(x.abs().max() for x in moved.values())
     assert most > 1e-4
-    for name, x in moved.items():
-        assert float((x - moved_there[name]).abs().max()) < 4 * EXACT * most, name
+    assert all((x - moved_there[name]).abs().max() < 4 * EXACT * most for name, x in moved.items())
     for one, other in zip(expected.state.log_history, trainer.state.log_history, strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
@@ -169,10 +149,14 @@ def each_token_once() -> None:
         assert sum(rows) < 0.6 * total
 
 
-def logits_of_all_ranks(make: Callable[..., Any], remedy: str, **options: Any) -> None:
-    """A loss from logits is an error with the remedy, which makes it exact."""
+def refused(make: Callable[..., Any], remedy: str, **options: Any) -> None:
     with launched(), pytest.raises((ValueError, RuntimeError), match=remedy):
         run(make, dist.group.WORLD, "trainer first", per_device_train_batch_size=2, **options)
+
+
+def logits_of_all_ranks(make: Callable[..., Any], remedy: str, **options: Any) -> None:
+    """A loss from logits is an error with the remedy, which makes it exact."""
+    refused(make, remedy, **options)
     agree(make, gathers=True, **options)
 
 
@@ -207,14 +191,9 @@ def generations_that_do_not_fit() -> None:
                 trainer.train()
 
 
-def distillation() -> None:
-    with launched(), pytest.raises(ValueError, match="To generate, leave the context, or pause it"):
-        run(partial(of_trl, "Distillation"), dist.group.WORLD, "", per_device_train_batch_size=2)
-
-
 def predictions() -> None:
     """The logits of `predict` are those of the whole data set, once and in its order."""
-    with alone(), tempfile.TemporaryDirectory() as folder:
+    with launched(alone=True), tempfile.TemporaryDirectory() as folder:
         expected = plain(folder, None).predict(features()[:5])
     with launched(), tempfile.TemporaryDirectory() as folder:
         trainer = plain(folder, None, per_device_eval_batch_size=2)
@@ -249,7 +228,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "ORPOTrainer": partial(logits_of_all_ranks, partial(of_trl, "ORPO"), "A head or a loss outside of the given model"),
     "generations that don't fit": generations_that_do_not_fit,
-    "DistillationTrainer": distillation,
+    "DistillationTrainer": partial(
+        refused, partial(of_trl, "Distillation"), "To generate, leave the context, or pause"
+    ),
     "resumed": resumed,
     "each token once": each_token_once,
     "predictions": predictions,

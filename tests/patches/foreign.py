@@ -24,7 +24,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
-    LlamaModel,
     apply_rotary_pos_emb,
 )  # fmt: skip
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -175,16 +174,6 @@ def bypass_layers(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """A forward that fuses a whole layer, so that its attention is never called."""
     hidden_states = hidden_states + attends_by_itself(self.self_attn, self.input_layernorm(hidden_states), **kwargs)[0]
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-def bypass_all(self: Any, input_ids: Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
-    """A forward that fuses a whole model."""
-    hidden_states = self.embed_tokens(input_ids)
-    places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-    angles = self.rotary_emb(hidden_states, places)
-    for layer in self.layers:
-        hidden_states = bypass_layers(layer, hidden_states, position_embeddings=angles)
-    return modeling_llama.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
 def mask_of_its_own(*args: Any, **kwargs: Any) -> Tensor:
@@ -386,7 +375,6 @@ CASES = {
         llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Any", wrap("model.layers.1.self_attn", AnyArguments)
     ),
     "a fused layer": Case(llama, rf"{OWN}.*\(LlamaDecoderLayer\)", replaced(LlamaDecoderLayer, bypass_layers)),
-    "a fused model": Case(llama, OWN, replaced(LlamaModel, bypass_all)),
     "a mask of a file": Case(
         llama, "(instead of the mask of the documents|don't stay apart)",
         lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
@@ -410,9 +398,6 @@ CASES = {
     "an adapter of an instance": Case(
         llama, rf"{OWN}.*layers\.0\.mlp \(LlamaMLP\)",
         lambda model, _: setattr(model.model.layers[0].mlp, "forward", sums.__get__(model.model.layers[0].mlp)),
-    ),
-    "an adapter of a norm": Case(
-        llama, rf"{OWN}.*norm\.1 \(Conv", wrap("model.norm", lambda own: nn.Sequential(own, Convolution(nn.Identity())))
     ),
     "an adapter of the head": Case(llama, rf"{OWN}.*lm_head \(Convolution\)", wrap("lm_head", Convolution)),
     "an adapter of an encoder": Case(

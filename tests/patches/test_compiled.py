@@ -10,9 +10,14 @@ from torch import nn
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents
-from tests.patches.models import VOCAB, Graphs, tiny_model
+from tests.patches.comparison import apart
+from tests.patches.models import Graphs
 from tests.patches.padded_batches import (
+    LIMIT,
+    SHARE,
+    UNPAD,
     WAYS,
+    gradients_of,
     padded_batch,
     read,
     require_equal,
@@ -57,31 +62,6 @@ def test_one_graph_for_every_length(family: str) -> None:
         call = subject.arguments(subject.lay_out(FORMS["without_cache"], documents(lengths)))
         assert torch.equal(compiled(**call).logits, model(**call).logits)
     assert graphs.count == 1
-
-
-@slow
-@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("backend", ["graphs", "aot_eager"])
-def test_training_on_collated_batches(checkpointed: bool, backend: str) -> None:
-    """One graph, also for batches of one document, and if the layers run again in backward."""
-    graphs, model = Graphs(), tiny_model("llama", dtype=torch.float32).train()
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    with tritonpack.patch(model):
-        used: Any = graphs if backend == "graphs" else backend
-        compiled = torch.compile(model, backend=used, fullgraph=True, dynamic=True)
-        for lengths in LAYOUTS[:4]:
-            rows = [{"input_ids": torch.randint(3, VOCAB, (length,)).tolist()} for length in lengths]
-            batch = tritonpack.PackingCollator()(rows) | {"use_cache": False}
-            gradients = []
-            for forward in (model, compiled):
-                model.zero_grad()
-                forward(**batch).loss.backward()
-                gradients.append([p.grad.clone() for p in model.parameters()])
-            for expected, got in zip(*gradients, strict=True):
-                torch.testing.assert_close(got, expected)
-    assert graphs.count == (backend == "graphs")
 
 
 @slow
@@ -169,17 +149,36 @@ def test_graphs_fit_all_shapes(compiled: str, family: str, dynamic: bool | None,
         require_saved(handle.saved, *map(padded_batch, range(6)), options=options)
 
 
-@slow
-@WAYS
-@pytest.mark.parametrize(("backend", "checkpointed"), [("aot_eager", False), ("inductor", False), ("aot_eager", True)])
-def test_gradients_of_the_compilers_backward_pass(backend: str, checkpointed: bool, options: dict[str, bool]) -> None:
-    torch._dynamo.reset()
-    model, twin = (training_model(num_hidden_layers=1 + checkpointed) for _ in range(2))
+def packed(batch: dict[str, Any]) -> dict[str, Any]:
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    documents = [{"input_ids": row[live.bool()].tolist()} for row, live in rows]
+    return tritonpack.PackingCollator()(documents) | {"use_cache": False}
+
+
+@pytest.mark.fast("graphs-False-unpad")
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backend", ["graphs", "aot_eager", "inductor"])
+def test_training(backend: str, checkpointed: bool, options: dict[str, bool]) -> None:
+    """Of collated rows in one graph, also for batches of one document; and if the layers run again in backward."""
+    graphs, model = Graphs(), training_model(num_hidden_layers=1 + checkpointed)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = [padded_batch(number) for number in range(3)]
+    if not options:
+        batches = [packed(batch) for batch in (*batches, {name: x[:1] for name, x in batches[0].items()})]
     with tritonpack.patch(model, **options) as handle:
-        called = torch.compile(model, backend=backend, dynamic=True)
-        for number in range(3):
-            batch = padded_batch(number)
-            require_equal(step(twin, batch, "both"), step(model, batch, "both", called=called))
-    require_saved(handle.saved, *map(padded_batch, range(3)), options=options)
+        used: Any = graphs if backend == "graphs" else backend
+        called = torch.compile(model, backend=used, fullgraph=not options, dynamic=True)
+        for batch in batches:
+            gradients = []
+            for forward in (model, called):
+                model.zero_grad()
+                forward(**batch).loss.backward()
+                gradients.append([*gradients_of(model).values()])
+            assert apart(*gradients) < LIMIT
+    if options:
+        require_saved(handle.saved, *[batch for batch in batches for _ in range(2)], options=options)
+    else:
+        assert graphs.count == (backend == "graphs")

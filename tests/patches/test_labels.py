@@ -1,135 +1,107 @@
-"""Warnings about labels: a document's first label, unmasked where a loss shifts labels; labels that are predicted from
-padding."""
+"""Labels of packed and padded rows: a document's first label, unmasked where a loss shifts labels, and labels that are
+predicted from padding. Both warn once, or are refused."""
 
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from torch import Tensor
 
+from tests.patches import zoo
 from tritonpack import PackingCollator, PackingWarning, notices, patch
 from tritonpack.patches.targets import shifts_labels
 
-DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}]
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "said", {"unpatched-model": object()})
-
-
-def tiny(name: str = "LlamaForCausalLM", **options: Any) -> Any:
-    kind = getattr(transformers, name)
-    sizes = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return kind(kind.config_class(**sizes, intermediate_size=8, **options))
-
-
-def heard(batch: dict[str, Any], model: Any = None, **options: Any) -> list[str]:
-    """The warnings while a patched model is called twice."""
-    model = model or tiny()
-    with warnings.catch_warnings(record=True) as found, patch(model, **options):
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(**batch)
-    return [str(warning.message) for warning in found if warning.category is PackingWarning]
-
-
-def batch_of(**changes: Any) -> dict[str, Any]:
-    """A packed batch with unmasked labels."""
-    batch = PackingCollator()(DOCUMENTS)
-    return batch | {"labels": batch["input_ids"].clone()} | changes
-
-
-@pytest.mark.parametrize("told", [None, "position_ids", "cu_seq_lens_q", "seq_idx", "attention_mask"])
-def test_a_first_label_warns_once_and_names_the_place(told: str | None) -> None:
-    """In each way to tell documents."""
-    batch = batch_of() if told is None else batch_of(attention_mask=torch.tensor([[1, 1, 1, 2, 2, 3]]))
-    (message,) = heard({name: batch[name] for name in batch if told in (None, name) or name in ("input_ids", "labels")})
-    assert message.startswith("first-label: a document begins at token 3 of row 0, and its first label is 8. LlamaForC")
-    assert "Set the first label of each document to -100, as tritonpack.PackingCollator does." in message
-    assert "first-label" in notices.said
-
-
-ROWS = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-
-
-def test_silent_where_nothing_is_wrong_or_known() -> None:
-    labels = ROWS["input_ids"].masked_fill(ROWS["attention_mask"] == 0, -100)
-    for batch in (
-        batch_of(labels=torch.tensor([[-100, 6, 7, -100, 9, -100]])), batch_of(labels=None),
-        batch_of(shift_labels=torch.zeros(1, 6, dtype=torch.int64)), PackingCollator()(DOCUMENTS),
-        PackingCollator(8, 0)(DOCUMENTS), ROWS | {"labels": labels},
-        {"input_ids": IDS, "labels": IDS.where(LEFT > 0, -100), "attention_mask": LEFT},
-    ):  # fmt: skip
-        assert heard(batch) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "shifted"),
-    [
-        ("LlamaForCausalLM", {}, True), ("GPT2LMHeadModel", {}, True), ("BertLMHeadModel", {"is_decoder": True}, True),
-        ("BertForMaskedLM", {}, False), ("LlamaForSequenceClassification", {}, False),
-        ("XLNetLMHeadModel", {"d_inner": 8, "d_head": 4}, False),
-        ("BartForCausalLM", {"decoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 8}, False),
-    ],
-)  # fmt: skip
-def test_which_losses_shift(name: str, options: dict[str, Any], shifted: bool) -> None:
-    assert shifts_labels(tiny(name, **options), {}) is shifted
-
-
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 4, 4]])
-ONES = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
-LEFT = ONES.flip(1)
+OFFSETS = torch.tensor([0, 3, 5, 8])
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-MASKED = torch.tensor([[-100, 6, 7, -100, 9, -100, 4, 4]])  # labels on padding; the first of each document has none
-# Layouts with padding, and the token from which a label on padding is predicted first; None if none is.
-PADDED: dict[str, tuple[dict[str, Any], Any, int | None]] = {
-    "right": ({"attention_mask": ONES}, MASKED, 5),
-    "left": ({"attention_mask": ONES.flip(1)}, IDS, 0),
-    "packed": ({"attention_mask": ONES, "position_ids": PLACES}, MASKED, 5),
-    "offsets": ({"attention_mask": ONES, "cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}, MASKED, 5),
-    "between": (
-        {"attention_mask": torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1]]), "cu_seq_lens_q": torch.tensor([0, 2, 5, 8])},
-        IDS, 2,
+NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+MASKED = torch.tensor([[-100, 6, 7, -100, 9, -100, 4, 4]])  # the first of each document has no label
+ONES = torch.ones_like(IDS)
+RIGHT = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+LEFT = RIGHT.flip(1)
+BETWEEN = torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1]])
+FIRST = "first-label: a document begins at token 3 of row 0, and its first label is 8. LlamaForC"
+
+
+def on_padding(place: int, label: int) -> str:
+    return f"padding-label: the label {label} in row 0 is predicted at token {place}, "
+
+
+COLLATED = PackingCollator()([{"input_ids": ids} for ids in ([5, 6, 7], [8, 9], [3])])
+# What is given beside ids, and how the warning begins; empty if there is none.
+HEARD: dict[str, tuple[dict[str, Any], str]] = {
+    "positions": ({"labels": IDS, "position_ids": PLACES}, FIRST),
+    "offsets": ({"labels": IDS, "cu_seq_lens_q": OFFSETS}, FIRST),
+    "numbers": ({"labels": IDS, "seq_idx": NUMBERS}, FIRST),
+    "a numbered mask": ({"labels": IDS, "attention_mask": NUMBERS + 1}, FIRST),
+    "no label of a first token": ({"labels": MASKED, "position_ids": PLACES}, ""),
+    "no labels": ({"position_ids": PLACES}, ""),
+    "labels that are shifted": ({"labels": IDS, "shift_labels": IDS, "position_ids": PLACES}, ""),
+    "collated": (COLLATED, ""),
+    "collated and padded": (PackingCollator(8, 0)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]), ""),
+    "padding on the right": ({"labels": MASKED, "attention_mask": RIGHT}, on_padding(5, 4)),
+    "padding on the left": ({"labels": IDS, "attention_mask": LEFT}, on_padding(0, 6)),
+    "padding of packed rows": ({"labels": MASKED, "attention_mask": RIGHT, "position_ids": PLACES}, on_padding(5, 4)),
+    "padding of offsets": ({"labels": MASKED, "attention_mask": RIGHT, "cu_seq_lens_q": OFFSETS}, on_padding(5, 4)),
+    "padding between": (
+        {"labels": MASKED.where(BETWEEN > 0, IDS), "attention_mask": BETWEEN,
+         "cu_seq_lens_q": torch.tensor([0, 2, 5, 8])}, on_padding(2, 8),
     ),
     "the end, from the last token": (
-        {"attention_mask": ONES}, torch.tensor([[5, 6, 7, 8, 9, 2, -100, -100]]), None
+        {"labels": torch.tensor([[5, 6, 7, 8, 9, 2, -100, -100]]), "attention_mask": RIGHT}, ""
     ),
-    "masked on the left": ({"attention_mask": ONES.flip(1)}, torch.tensor([[-100] * 3 + [8, 9, 3, 4, 4]]), None),
-    "no padding": ({"attention_mask": torch.ones_like(ONES)}, IDS, None),
-    "no mask": ({}, IDS, None),
+    "masked on the right": ({"labels": IDS.where(RIGHT > 0, -100), "attention_mask": RIGHT}, ""),
+    "masked on the left": ({"labels": IDS.where(LEFT > 0, -100), "attention_mask": LEFT}, ""),
+    "no padding": ({"labels": IDS, "attention_mask": ONES}, ""),
+    "no mask": ({"labels": IDS}, ""),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
-@pytest.mark.parametrize("name", PADDED)
-def test_labels_on_padding(name: str, attention: str) -> None:
-    told, labels, place = PADDED[name]
-    warned = heard({"input_ids": IDS, "labels": labels, **told}, attention=attention)
-    messages = [one for one in warned if "padding-label" in one]
-    assert len(messages) == (place is not None)
-    if place is not None:
-        label = int(labels[0, place + 1])
-        assert messages[0].startswith(f"padding-label: the label {label} in row 0 is predicted at token {place}, ")
-        assert "Set labels of padding to -100" in messages[0]
+@pytest.mark.parametrize("name", HEARD)
+def test_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, whatever the attention, with the place and the remedy."""
+    given, words = HEARD[name]
+    for attention in ("tritonpack", "sdpa", "eager"):
+        monkeypatch.setattr(notices, "said", {"unpatched-model": object()})
+        with warnings.catch_warnings(record=True) as found, patch(model := tiny(), attention=attention):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(**{"input_ids": IDS, **given})
+        messages = [str(warning.message) for warning in found if warning.category is PackingWarning]
+        remedy = "Set the first label of each document to -100" if words is FIRST else "Set labels of padding to -100"
+        assert [message.startswith(words) and remedy in message for message in messages] == [True] * bool(words)
+        assert words.partition(":")[0] in {"", *notices.said}
+
+
+def tiny(kind: str = "LlamaForCausalLM", **more: Any) -> Any:
+    model_type = {"GPT2LMHeadModel": "gpt2"}.get(kind, kind.partition("For")[0].removesuffix("LMHeadModel").lower())
+    return zoo.tiny_model(model_type, kind=kind, **more)
+
+
+SHIFTING = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertLMHeadModel")
+OTHERS = ("BertForMaskedLM", "LlamaForSequenceClassification", "XLNetLMHeadModel", "BartForCausalLM")
+
+
+def test_which_losses_shift() -> None:
+    assert all(shifts_labels(tiny(kind), {}) for kind in SHIFTING)
+    assert not any(shifts_labels(tiny(kind), {}) for kind in OTHERS)
 
 
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
 def test_a_mask_that_numbers_documents_from_0_is_refused(attention: Any) -> None:
     """Document 0 would be padding."""
-    numbers, model = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]]), tiny()
     words = r"label 6 in row 0 is predicted at token 0.* pass attention_mask \+ 1"
-    with patch(model, attention=attention):
+    with patch(model := tiny(), attention=attention):
         for _ in range(2):
             with pytest.raises(ValueError, match=words):
-                model(input_ids=IDS, labels=MASKED, attention_mask=numbers)
-        assert model(input_ids=IDS, labels=MASKED, attention_mask=numbers + 1).loss.isfinite()
-        assert model(input_ids=IDS, attention_mask=numbers).logits.isfinite().all()
+                model(input_ids=IDS, labels=MASKED, attention_mask=NUMBERS)
+        assert model(input_ids=IDS, labels=MASKED, attention_mask=NUMBERS + 1).loss.isfinite()
+        assert model(input_ids=IDS, attention_mask=NUMBERS).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("kind", "given"),
     [
         ("BertForMaskedLM", {"labels": MASKED}),
         ("LlamaForCausalLM", {"shift_labels": MASKED, "labels": MASKED}),
@@ -137,10 +109,9 @@ def test_a_mask_that_numbers_documents_from_0_is_refused(attention: Any) -> None
         ("T5ForConditionalGeneration", {"labels": MASKED, "decoder_input_ids": IDS}),
     ],
 )
-def test_labels_on_padding_of_numbered_documents_are_refused(name: str, call: dict[str, Any]) -> None:
+def test_labels_on_padding_of_numbered_documents_are_refused(kind: str, given: dict[str, Tensor]) -> None:
     """By each kind of loss."""
     numbers = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0]])
-    t5 = {"d_kv": 4, "d_ff": 8, "decoder_start_token_id": 0, "pad_token_id": 0} if "T5" in name else {}
-    model, more = tiny(name, **t5), {"decoder_attention_mask": numbers} if t5 else {}
-    with patch(model), pytest.raises(ValueError, match="label 4 in row 0 is predicted at token 6"):
-        model(input_ids=IDS, attention_mask=numbers, **call, **more)
+    more = {"decoder_attention_mask": numbers} if kind[:2] == "T5" else {}
+    with patch(model := tiny(kind)), pytest.raises(ValueError, match="label 4 in row 0 is predicted at token 6"):
+        model(input_ids=IDS, attention_mask=numbers, **given, **more)

@@ -1,7 +1,7 @@
 """Other libraries' sequence parallelism and transformers' continuous batching around a patched model: refused."""
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from tritonpack import UnsupportedModelError
 MIXED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])}
 
 
-@contextmanager
-def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_sp") -> Iterator[None]:
+DEEPSPEED = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+
+@contextlib.contextmanager
+def replaced(name: str, home: str) -> Iterator[None]:
     """Replace an attention function as DeepSpeed does: by a function under the same name, which drops the mask."""
     core = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -38,36 +41,30 @@ def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon"])  # Falcon's attention looks up no function
-@pytest.mark.parametrize("attention", ["tritonpack", "sdpa"])
-def test_ulysses_around_tritonpacks_attention(family: str, attention: Any) -> None:
-    model = tiny_model(family)
-    with tritonpack.patch(model, attention=attention):
-        expected = model(**MIXED).logits
-        name, words = model.config._attn_implementation, r"Ulysses.*tritonpack\.SequenceParallel"
-        with ulysses(name), pytest.raises(UnsupportedModelError, match=words):
-            model(**MIXED)
-        assert torch.equal(model(**MIXED).logits, expected)
+ULYSSES = r"Ulysses.*tritonpack\.SequenceParallel"
+ALL = "llama falcon mamba"  # Falcon's attention looks up no function, and Mamba has none
+# The function that is replaced and by whom, the attention of patch(), families, words. Only DeepSpeed's function is
+# known to share rows between ranks: around another attention nothing calls it, and a token sees only its rank's tokens.
+REPLACED: list[tuple[str, str, Any, str, str]] = [
+    ("tritonpack", DEEPSPEED, "tritonpack", ALL, ULYSSES),
+    ("sdpa", DEEPSPEED, "sdpa", "llama falcon", ULYSSES),
+    ("sdpa", DEEPSPEED, "tritonpack", ALL, "Ulysses"),
+    ("flash_attention_2", DEEPSPEED, "tritonpack", ALL, "Ulysses"),
+    ("sdpa", "another.library", "tritonpack", ALL, ""),
+    ("tritonpack", "another.library", "tritonpack", "llama", r"'tritonpack' was replaced by another\.library\."),
+]
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon", "mamba"])
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
-def test_ulysses_around_another_attention(name: str, family: str) -> None:
-    """Nothing calls Ulysses then, so a token would see only the tokens of its rank."""
-    model = tiny_model(family)
-    with ulysses(name), tritonpack.patch(model), pytest.raises(UnsupportedModelError, match="Ulysses"):
-        model(**MIXED)
-
-
-def test_other_replaced_functions() -> None:
-    """Only DeepSpeed's function is known to share rows between ranks."""
-    model = tiny_model("llama")
-    with ulysses("sdpa", "another.library"), tritonpack.patch(model):
-        assert model(**MIXED).logits.isfinite().all()
-    words = r"'tritonpack' was replaced by another\.library\."
-    with tritonpack.patch(model), ulysses("tritonpack", "another.library"):  # noqa: SIM117
-        with pytest.raises(UnsupportedModelError, match=words):
-            model(**MIXED)
+@pytest.mark.parametrize(("name", "home", "attention", "families", "words"), REPLACED)
+def test_replaced_functions(name: str, home: str, attention: Any, families: str, words: str) -> None:
+    for family in families.split():
+        model = tiny_model(family)
+        with tritonpack.patch(model, attention=attention):
+            expected = model(**MIXED).logits
+            refused = pytest.raises(UnsupportedModelError, match=words) if words else contextlib.nullcontext()
+            with replaced(name, home), refused:
+                assert torch.equal(model(**MIXED).logits, expected)
+            assert torch.equal(model(**MIXED).logits, expected)
 
 
 @pytest.fixture

@@ -192,20 +192,6 @@ def test_verdicts(key: str, how: str, patch: Any, verdicts: dict[str, str]) -> N
     assert row.bare == ("it is odd" in row.reason)  # it has no remedy
 
 
-@pytest.mark.parametrize(
-    ("key", "verdict", "reason"),
-    [
-        ("ProphetNetForCausalLM/prophetnet", "refused", "when patched: UnsupportedModelError: "),
-        ("Gemma4AssistantForCausalLM/gemma4_assistant", "not built", "ValueError: its configuration demands"),
-        ("ViTModel/vit", "no text", "its forward has no input_ids"),
-    ],
-)
-def test_rows_of_classes_that_do_not_run(key: str, verdict: str, reason: str) -> None:
-    (row,) = judge_case(CASES[key], ("patch",), ("position_ids",))
-    assert (row.verdict, row.forms) == (verdict, {})
-    assert row.reason.startswith(reason)
-
-
 def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "WORTHWHILE", 0.0)  # no tree is worthwhile, and padding alone is removed
     row = Trial(CASES[LLAMA], "share_prefixes", ("padded_right",)).run("share_prefixes")
@@ -215,20 +201,17 @@ def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_crash_and_a_hang_cost_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    does: dict[str, Callable[[], Any]] = {"crash": lambda: os._exit(3), "hang": lambda: time.sleep(600)}
+
     def judge(given: Case, **options: Any) -> list[Row]:
-        if given.name == "crash":
-            os._exit(3)
-        if given.name == "hang":
-            time.sleep(600)
+        does.get(given.name, int)()
         return [Row(given.key, "patch", "exact")]
 
     monkeypatch.setattr(running, "judge_case", judge)
-    todo = [Case(name, "a", ()) for name in ("first", "crash", "hang", "last")] + [Case("other", "b", ())]
-    rows = {row.key: row for row in running.run(todo, jobs=2, limit=2.0)}
-    assert {key: (row.verdict, row.reason) for key, row in rows.items() if row.verdict != "exact"} == {
-        "crash/a": ("error", "its process ended with 3"), "hang/a": ("error", "it took more than 2 seconds"),
+    rows = running.run([Case(name, "a", ()) for name in ("first", *does, "last")], jobs=2, limit=2.0)
+    assert {row.key: row.reason for row in rows} == {
+        "first/a": "", "crash/a": "its process ended with 3", "hang/a": "it took more than 2 seconds", "last/a": "",
     }  # fmt: skip
-    assert {*rows} == {"first/a", "crash/a", "hang/a", "last/a", "other/b"}
 
 
 def test_saved_rows_are_loaded_unchanged(tmp_path: Path) -> None:
@@ -300,8 +283,3 @@ def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> Non
             assert felt != (key == "sliding_window" and name in WITHOUT_WINDOW), key
         ids[0, 0] = zoo.FIRST_TOKEN + (ids[0, 0] - zoo.FIRST_TOKEN + 17) % 58
         assert (run(model) - expected)[3].abs().max() > 3e-3 * expected.abs().max()
-
-
-def test_weights_are_the_same_in_every_run() -> None:
-    model, twin = (zoo.tiny_model("qwen3_next").state_dict() for _ in range(2))
-    assert all(torch.equal(model[key], twin[key]) for key in model)

@@ -37,12 +37,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32 or float64, all in this wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
-    scores, _ = _scores(q_, k_, mask, options)
+    scores, _ = masked_scores(q_, k_, mask, options)
     lse = torch.logsumexp(scores, dim=-1)
     if options.sinks is not None:
         with_sink = torch.logaddexp(lse, options.sinks[:, None].to(lse.dtype))
         lse = torch.where(lse == float("-inf"), lse, with_sink)  # a row that sees no key doesn't see the sink
-    out = torch.einsum("hqk,khd->qhd", _probabilities(scores, lse) * _kept(q, k, options), v_)
+    out = torch.einsum("hqk,khd->qhd", _probabilities(scores, lse) * kept_weights(q_, k_, options), v_)
     return out.to(q.dtype), lse
 
 
@@ -62,8 +62,8 @@ def backward(
     q_, k_, v_ = _clean(q, k, v, mask)
     live = (mask.key_start < mask.key_stop)[:, None, None]
     dout_ = torch.where(live, dout.to(q_.dtype), 0.0)
-    scores, slope = _scores(q_, k_, mask, options)
-    p, kept = _probabilities(scores, lse), _kept(q, k, options)
+    scores, slope = masked_scores(q_, k_, mask, options)
+    p, kept = _probabilities(scores, lse), kept_weights(q_, k_, options)
     dp = torch.einsum("qhd,khd->hqk", dout_, v_) * kept
     delta = (p * dp).sum(-1)
     if dlse is not None:
@@ -91,26 +91,31 @@ def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Te
     return q, k, v
 
 
-def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
-    """Compute scores [H, T_q, T_k], -inf for hidden keys, and their derivative by the scaled product of q and k."""
+def masked_scores(
+    q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+) -> tuple[Tensor, Tensor | float]:
+    """Compute scores [H, T_q, T_k], -inf for hidden keys, and their derivative by the scaled product of q and k.
+
+    Both are in the dtype of q and k, which have the same heads.
+    """
     scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
     slope: Tensor | float = 1.0
     if options.softcap:
         capped = torch.tanh(scores / options.softcap)
         scores, slope = options.softcap * capped, 1 - capped**2
     if options.alibi_slopes is not None:
-        scores = scores - options.alibi_slopes.T[..., None] * mask.distances()  # [T_q, T_k]
+        scores = scores - (options.alibi_slopes.T[..., None] * mask.distances()).to(scores.dtype)
     return scores.masked_fill(~mask.to_dense(), float("-inf")), slope
 
 
-def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
-    """Return dropout's factors of weights, [H, T_q, T_k]."""
+def kept_weights(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
+    """Return dropout's factors of weights, [H, T_q, T_k], in the dtype of q."""
     if not options.dropout_p:
         return 1.0
     assert options.dropout_seed is not None
     heads, queries, keys = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[0], k.shape[0]))
     keep = keep_mask(options.dropout_seed, heads[:, None, None], queries[:, None], keys, options.dropout_p)
-    return keep.to(torch.promote_types(q.dtype, torch.float32)) / (1 - options.dropout_p)
+    return keep.to(q.dtype) / (1 - options.dropout_p)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -97,9 +97,7 @@ def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
     masked = visited & ~full
     counts = torch.stack([masked.sum(1), full.sum(1)], 1)
     ends = counts.flatten().cumsum(0).view(-1, 2)
-    bounds = torch.cat(
-        [ends[:, :1] - counts[:, :1], ends], 1
-    )  # of each tile's masked and full blocks
+    bounds = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)  # of each tile's masked and full blocks
     # Pairs of a tile and a block, tile by tile: on the host only visited pairs, because it can read their number.
     if on_host(visited):
         tile, number = visited.nonzero(as_tuple=True)

@@ -310,15 +310,10 @@ def mask_from_intervals(
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:  # fmt: skip
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""
-
-    def find() -> Intervals:
-        seen = build(reach)
-        if spans is None:
-            return seen
+    seen = outside_inference_mode(partial(build, reach))
+    if spans is not None:
         flat = checks.check_spans(spans, seen.start.shape[0], seen.start.device)
-        return intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat)
-
-    seen = outside_inference_mode(find)
+        seen = outside_inference_mode(lambda: intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat))
     num_keys = seen.start.shape[0] if num_keys is None else num_keys
     mask = BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
     if seen.seen_by is not None:

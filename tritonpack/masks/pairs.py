@@ -64,15 +64,18 @@ def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
         where = ""
         if wrong.device.type == "cpu":
             row, query = wrong.nonzero()[0].tolist()
-            start = int(begin[row, query])
-            key = int((seen[row, query] != ((places >= start) & (places <= query))).nonzero()[0])
-            verb = "sees" if seen[row, query, key] else "doesn't see"
-            where = f": in row {row} token {query} {verb} token {key}, and "
-            where += f"its document begins at token {start}" if start >= 0 else "no token before it sees itself alone"
+            start, where = int(begin[row, query]), f": in row {row} token {query} "
+            if start < 0:
+                where += "sees others, and neither it nor a token before it sees itself alone"
+            else:
+                sees = seen[row, query]
+                key = int((sees != ((places >= start) & (places <= query))).nonzero()[0])
+                verb = "sees" if sees[key] else "doesn't see"
+                where += f"{verb} token {key}, and its document begins at token {start}"
         return (
             f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads "
-            "documents, in which each token sees exactly itself and the tokens before it, and the first one itself "
-            f"alone, and padding, which sees nothing. Windows and images come from the model. {REMEDY}"
+            "documents, in which each token sees exactly itself and the tokens before it, and padding, which sees "
+            f"nothing. Windows and images come from the model. {REMEDY}"
         )
 
     require(~wrong.any(), message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from tritonpack.packing.columns import (
     Objective,
     check_names,
     check_objective,
-    documents_of,
     join,
     masked_labels,
     read_feature,
+    read_features,
 )
 from tritonpack.packing.lengths import check_integer
 
@@ -120,15 +121,12 @@ copy of the input ids must be -100 there already. transformers' Trainer removes 
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
                 that contradict a mask.
         """
-        documents: list[Named] = []
-        for name, feature in documents_of(features, "PackingCollator"):
-            documents += read_feature(feature, name, self.per_token, self.max_document_length)
-        return self.join(documents, "PackingCollator")
+        read = partial(read_feature, per_token=self.per_token, longest=self.max_document_length)
+        return self.join(read_features(features, "PackingCollator", read), "PackingCollator")
 
     def join(self, documents: list[Named], collator: str) -> dict[str, Tensor | int]:
         """The batch of documents that are read; the collator's name is for messages."""
-        rows = join(documents)
-        lengths = [len(columns[TOKENS]) for _, columns in documents]
+        rows, lengths = join(documents)
         if self.objective == "causal" and LABELS not in rows:
             rows[LABELS] = torch.from_numpy(masked_labels(rows, lengths))
         flash = "do so, too" if self.pad_to_multiple_of is None else "don't beside the mask of pad_to_multiple_of"
@@ -157,10 +155,12 @@ copy of the input ids must be -100 there already. transformers' Trainer removes 
         if self.pad_to_multiple_of is not None:
             rows[MASK] = (places < tokens).to(torch.int64)
         rows |= {"position_ids": places - offsets[seq_idx], "seq_idx": seq_idx.to(torch.int32)}
-        offsets, longest = offsets.to(torch.int32), max(lengths)
-        return {name: row[None] for name, row in rows.items()} | {
-            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest,
-        }  # fmt: skip
+        batch: dict[str, Tensor | int] = {}
+        for name, row in rows.items():
+            batch[name] = row[None]
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = offsets.to(torch.int32)
+        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+        return batch
 
 
 def warn_if_unpatched(documents: Sized, key: str, message: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tritonpack.removed import refuse_removed
 
 Objective = Literal["causal", "tokens"]
 Columns = dict[str, Tensor]
+T = TypeVar("T")
 Named = tuple[str, Columns]  # the name of a document for messages, such as "document 3", and its columns
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -58,11 +59,11 @@ def named(example: Any, number: int) -> list[tuple[str, Any]]:
     return [(f"document {place} of example {number}", document) for place, document in enumerate(example)]
 
 
-def documents_of(features: Any, collator: str) -> list[tuple[str, Any]]:
-    """The documents of features, each a document or a list of documents, after their names for messages.
+def read_features(features: Any, collator: str, read: Callable[[Any], list[T]]) -> list[tuple[str, T]]:
+    """What `read` returns of each document of features, after its name. A feature is a document or a list of documents.
 
     Raises:
-        ValueError: features that aren't a list, or hold nothing; the message names the collator.
+        ValueError: features that aren't a list, or hold nothing; what `read` refuses, after the document's name.
     """
     if not is_iterable(features):
         raise ValueError(
@@ -70,9 +71,13 @@ def documents_of(features: Any, collator: str) -> list[tuple[str, Any]]:
             f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
             "one, [dataset[i] for i in range(8)], not as dataset[:8]."
         )
+    found: list[tuple[str, T]] = []
     examples = list(features)
-    numbers = getattr(features, "numbers", range(len(examples)))
-    found = [one for number, example in zip(numbers, examples, strict=True) for one in named(example, number)]
+    for number, example in zip(getattr(features, "numbers", range(len(examples))), examples, strict=True):
+        for name, document in named(example, number):
+            with naming(name):
+                for each in read(document):
+                    found.append((name, each))
     if not found:
         raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
     return found
@@ -87,78 +92,76 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what} {error}") from error
 
 
-def read_feature(feature: Any, name: str, per_token: Collection[str] = (), longest: int | None = None) -> list[Named]:
+def read_feature(feature: Any, per_token: Collection[str] = (), longest: int | None = None) -> list[Columns]:
     """The columns of a document, or of each document of a row, checked and cut to `longest` tokens.
 
     Args:
         feature: a document, or a row of documents with `seq_lengths`, `position_ids` or both.
-        name: of the feature, for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
 
     Returns:
-        For each document its name, and `input_ids`, columns with one value per token, and `labels` if it has any, (n,
-        ...) each, integers as int64. Labels are combined with the masks of `LEARNED`.
+        For each document `input_ids`, columns with one value per token, and `labels` if it has any, (n, ...) each,
+        integers as int64. Labels are combined with the masks of `LEARNED`.
 
     Raises:
-        ValueError: see PackingCollator.
+        ValueError: see PackingCollator. The message begins behind the name of the document.
     """
-    with naming(name):
-        if not isinstance(feature, Mapping) or TOKENS not in feature:
-            given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
-            raise ValueError(
-                f"must be a mapping with {TOKENS!r}; got {given}. Tokenize the text first. If examples have their "
-                "tokens in other columns, as preference pairs do, pass documents=, a function of an example that "
-                "returns its documents, to dataloader."
-            )
-        if unknown := sorted(map(str, feature.keys() - {*TAKEN, *per_token})):
+    if not isinstance(feature, Mapping) or TOKENS not in feature:
+        given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
+        raise ValueError(
+            f"must be a mapping with {TOKENS!r}; got {given}. Tokenize the text first. If examples have their "
+            "tokens in other columns, as preference pairs do, pass documents=, a function of an example that "
+            "returns its documents, to dataloader."
+        )
+    if unknown := sorted(map(str, feature.keys() - {*TAKEN, *per_token})):
+        advice = (
+            f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Name columns with one value per token in "
+            "per_token=(...)"
+        )
+        if any(column.startswith(_MEDIA) for column in unknown):
             advice = (
-                f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Name columns with one value per token in "
-                "per_token=(...)"
+                "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For "
+                "sounds use the processor's own collator; a patched model takes its batches, too"
             )
-            if any(column.startswith(_MEDIA) for column in unknown):
-                advice = (
-                    "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For "
-                    "sounds use the processor's own collator; a patched model takes its batches, too"
-                )
+        raise ValueError(
+            f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the "
+            "dataset (dataset.remove_columns), or leave them out while loading: dataloader(..., "
+            f"drop_columns={tuple(unknown)!r})."
+        )
+    if absent := set(per_token) - feature.keys():
+        raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
+    columns: Columns = {}
+    for column, values in feature.items():
+        if column in _INTEGERS:
+            columns[column] = integers(values, column)
+        elif column in per_token:
+            columns[column] = as_tensor(values, column, "one number, or one row of numbers, per token", least=1)
+    tokens = len(columns[TOKENS])
+    if not tokens:
+        raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
+    for column, tensor in columns.items():
+        if len(tensor) != tokens:
+            hint = f", {IGNORED_LABEL} to leave it out of the loss" if column == LABELS else ""
+            raise ValueError(f"has {tokens} input_ids but {len(tensor)} {column}; give every token one value{hint}.")
+        if column in LEARNED and (tensor > 1).any():
             raise ValueError(
-                f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the "
-                "dataset (dataset.remove_columns), or leave them out while loading: dataloader(..., "
-                f"drop_columns={tuple(unknown)!r})."
+                f"needs only 0 and 1 in {column}; got {tensor.tolist()!r:.100}. Write 1 for the tokens that are "
+                "learned and 0 for the others."
             )
-        if absent := set(per_token) - feature.keys():
-            raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
-        columns: Columns = {}
-        for column, values in feature.items():
-            if column in _INTEGERS:
-                columns[column] = integers(values, column)
-            elif column in per_token:
-                columns[column] = as_tensor(values, column, "one number, or one row of numbers, per token", least=1)
-        tokens = len(columns[TOKENS])
-        if not tokens:
-            raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
-        for column, tensor in columns.items():
-            if len(tensor) != tokens:
-                hint = f", {IGNORED_LABEL} to leave it out of the loss" if column == LABELS else ""
-                raise ValueError(
-                    f"has {tokens} input_ids but {len(tensor)} {column}; give every token one value{hint}."
-                )
-            if column in LEARNED and (tensor > 1).any():
-                raise ValueError(
-                    f"needs only 0 and 1 in {column}; got {tensor.tolist()!r:.100}. Write 1 for the tokens that are "
-                    "learned and 0 for the others."
-                )
-        mask = columns.pop(MASK, None)
-        if mask is not None and not mask.eq(1).all():
-            raise ValueError(
-                f"has an attention_mask that isn't 1 for each of its {tokens} tokens (sum {int(mask.sum())}). "
-                "Packing takes documents without padding. Tokenize with padding=False, or keep the tokens with a mask "
-                "of 1 alone."
-            )
-        lengths = _lengths(feature, tokens)
-        if LABELS in columns:
-            columns[LABELS] = torch.from_numpy(masked_labels(columns, lengths))
+    mask = columns.pop(MASK, None)
+    if mask is not None and not mask.eq(1).all():
+        raise ValueError(
+            f"has an attention_mask that isn't 1 for each of its {tokens} tokens (sum {int(mask.sum())}). "
+            "Packing takes documents without padding. Tokenize with padding=False, or keep the tokens with a mask "
+            "of 1 alone."
+        )
+    lengths = [tokens] if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
+    if LABELS in columns:
+        columns[LABELS] = torch.from_numpy(masked_labels(columns, lengths))
+    if longest is None and len(lengths) == 1:
+        return [columns]
     parts = {column: tensor.split(lengths) for column, tensor in columns.items()}
-    return [(name, {column: each[at][:longest] for column, each in parts.items()}) for at in range(len(lengths))]
+    return [{column: each[at][:longest] for column, each in parts.items()} for at in range(len(lengths))]
 
 
 def read_sequences(sequences: Any, labels: Any = None) -> list[Named]:
@@ -177,7 +180,11 @@ def read_sequences(sequences: Any, labels: Any = None) -> list[Named]:
             f"got {len(rows[0])} sequences but labels for {len(rows[-1])}; give every sequence a row of labels."
         )
     features = [dict(zip((TOKENS, LABELS), each, strict=False)) for each in zip(*rows, strict=True)]
-    return [one for number, feature in enumerate(features) for one in read_feature(feature, f"sequence {number}")]
+    found: list[Named] = []
+    for number, feature in enumerate(features):
+        with naming(f"sequence {number}"):
+            found += [(f"sequence {number}", columns) for columns in read_feature(feature)]
+    return found
 
 
 def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int]:
@@ -225,12 +232,12 @@ def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[A
     Raises:
         ValueError: a label where a mask is 0; the message names the first, numbered over all documents.
     """
-    masks = {name: np.asarray(columns[name]) for name in LEARNED if name in columns}
     ids, labels = np.asarray(columns[TOKENS]), np.asarray(columns.get(LABELS, columns[TOKENS]))
-    if not masks:
+    if columns.keys().isdisjoint(LEARNED):
         return labels.copy()
+    masks = {name: np.asarray(columns[name]) for name in LEARNED if name in columns}
     left_out = np.logical_or.reduce([mask == 0 for mask in masks.values()])
-    is_copy = np.logical_and.reduceat(labels == ids, np.cumsum(lengths) - lengths)
+    is_copy = np.logical_and.reduceat(labels == ids, np.cumsum(lengths) - np.asarray(lengths))
     contrary = left_out & (labels != IGNORED_LABEL) & ~np.repeat(is_copy, lengths)
     if contrary.any():
         token = int(contrary.argmax())
@@ -243,13 +250,14 @@ def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[A
     return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
-def join(documents: Sequence[Named]) -> Columns:
-    """The columns of all documents, end to end.
+def join(documents: Sequence[Named]) -> tuple[Columns, list[int]]:
+    """The columns of all documents, end to end, and the lengths of the documents.
 
     Raises:
         ValueError: a document with other columns than the first, or with values of another kind or shape.
     """
     first_name, first = documents[0]
+    parts: dict[str, list[Tensor]] = {}
     for name, columns in documents:
         if different := sorted(first.keys() ^ columns.keys()):
             with_it, without = (name, first_name) if different[0] in columns else (first_name, name)
@@ -265,7 +273,8 @@ def join(documents: Sequence[Named]) -> Columns:
                     f"{column} holds {here} per token in {name} and {there} in {first_name}; give every document "
                     "values of one kind and shape."
                 )
-    return {column: torch.cat([columns[column] for _, columns in documents]) for column in first}
+            parts.setdefault(column, []).append(one)
+    return dict(zip(parts, map(torch.cat, parts.values()), strict=True)), [*map(len, parts[TOKENS])]
 
 
 def integers(values: Any, name: str) -> Tensor:
@@ -296,7 +305,7 @@ def as_tensor(values: Any, name: str, expected: str, least: int = 0) -> Tensor:
         elif isinstance(values, list) and values and type(values[0]) is int:
             array = np.array(values)  # which NumPy reads five times as fast as torch
             converted = array if array.dtype == np.int64 and array.ndim == 1 else values
-        elif isinstance(values, (list, tuple)) and values and getattr(values[0], "ndim", 0):
+        elif isinstance(values, (list, tuple)) and values and hasattr(values[0], "ndim") and values[0].ndim:
             converted = torch.stack([as_tensor(each, name, expected) for each in values])
         tensor = converted if isinstance(converted, Tensor) else torch.as_tensor(converted, device="cpu")
         if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import starmap
 from operator import mul
 from typing import Any
 
@@ -34,10 +35,8 @@ def require_map_style(dataset: Any) -> None:
 
 
 def unreadable(what: str, error: Exception) -> Exception:
-    """The error for a document whose dataset or stream raises an exception.
-
-    It is a ValueError. Only a connection that fails keeps its kind, because programs catch it to resume.
-    """
+    """The ValueError for a document whose dataset or stream fails. A failing connection keeps its kind, because
+    programs catch it to resume."""
     kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
     return kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": "))
 
@@ -66,19 +65,13 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     return documents
 
 
-def document_length(document: Any, name: str) -> int:
-    """The number of tokens of a document: the length of the row or of its "input_ids".
+def document_length(name: str, document: Any) -> int:
+    """The number of tokens of a document, at least one: the length of the row or of its "input_ids".
 
-    A batch of one row, as processors return it with `return_tensors="pt"`, is that row.
-
-    Args:
-        name: the document's name for messages, such as "document 3".
-
-    Raises:
-        ValueError: a document of another form, or with less than one token.
+    A batch of one row, as processors return it with `return_tensors="pt"`, is that row. The name is for messages.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    is_row = _is_row(tokens)
+    is_row = (type(tokens) is list and len(tokens) > 0 and type(tokens[0]) is int) or _is_row(tokens)  # most are these
     if not is_row and (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
         tokens = tokens[0]
         is_row = _is_row(tokens)
@@ -120,11 +113,7 @@ def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
 
 
 def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
-    """Tokens start to stop of a document of `tokens` tokens, in all of its columns.
-
-    Raises:
-        ValueError: a column that isn't a row of one value per token; the message has the document's number.
-    """
+    """Tokens start to stop of a document of `tokens` tokens, in all of its columns: rows of one value per token."""
     if not isinstance(document, Mapping):
         return document[start:stop]
     if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
@@ -217,11 +206,7 @@ class Reader(Dataset):
         return examples
 
     def cut(self, longest: int) -> Units:
-        """The units with at most `longest` tokens of each document.
-
-        Raises:
-            ValueError: only units are known, so documents can't be cut.
-        """
+        """The units with at most `longest` tokens of each document; ValueError if only units are known."""
         if self.lengths is None:
             raise ValueError(
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
@@ -249,13 +234,13 @@ class Reader(Dataset):
             for start in range(0, len(self.dataset), _AT_ONCE):
                 numbers = range(start, min(start + _AT_ONCE, len(self.dataset)))
                 for number, example in zip(numbers, fetch(self.dataset, numbers), strict=True):
-                    own = _lengths(self._read(example, number), number)
+                    own = [*starmap(document_length, named(self._read(example, number), number))]
                     lengths += own
                     counts.append(len(own))
         self.lengths = None if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
         self.counts = np.array(counts) if counts else np.ones(len(lengths), dtype=np.int64)
         self.units = lengths if self.lengths is None else Units.of_counts(self.lengths, self.counts)
-        if len(self.units) != len(self.dataset):
+        if len(self.units.tokens) != len(self.dataset):
             raise ValueError(
                 f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
             )
@@ -264,7 +249,7 @@ class Reader(Dataset):
         """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
         found = self._read(example, number)
         if self._counts:
-            lengths = _lengths(found, number)
+            lengths = [*starmap(document_length, named(found, number))]
             has = sum(lengths), sum(map(mul, lengths, lengths))
             planned = self.units.tokens[number], self.units.squares[number]
             if has != planned:
@@ -300,8 +285,3 @@ class Reader(Dataset):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
         return documents if several else documents[0]
-
-
-def _lengths(example: Any, number: int) -> list[int]:
-    """The tokens of the document, or of the documents, of an example."""
-    return [document_length(document, name) for name, document in named(example, number)]

@@ -170,8 +170,7 @@ def _refuse(documents: Any, numbers: Iterable[int], kept: list[str], place: Plac
                 table.validate(full=True)
             except pa.ArrowException as error:
                 raise ValueError(f"can't be read: {' '.join(str(error).split())}. Write the file again.") from error
-        read_feature(table.to_pylist()[0], f"document {place(number)}", per_token=others)
-        with naming(f"document {place(number)}"):
+            read_feature(table.to_pylist()[0], per_token=others)
             try:
                 _checked(table, kept)
             except pa.ArrowException as error:

@@ -206,7 +206,7 @@ class PackedStream(EpochCounter, IterableDataset):
             read["document"] = number + 1
             if number < begin or number % parts != part:
                 continue
-            tokens = document_length(document, f"document {number}")
+            tokens = document_length(f"document {number}", document)
             if tokens <= capacity:
                 yield [(document, tokens)]
                 continue

@@ -290,8 +290,8 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         check_padding_labels(forward.module, arguments, whole)
     for kind, limit in base.rope_limits:
         require_one_rope(whole, kind, limit)
-    if base.padding_place is not None:  # documents may hold padding tokens on other ranks
-        positions = from_padding(whole, arguments.get("input_ids"), base.padding_place)
+    if base.padding_index is not None:  # documents may hold padding tokens on other ranks
+        positions = from_padding(whole, arguments.get("input_ids"), base.padding_index)
         whole = whole.replace(boundaries=starts, position_ids=positions)
     return whole
 

@@ -120,7 +120,7 @@ class AppliedPatch(parts.Part):
         return any(head.shard is not None and head.shard.context.entered for head in self.heads)
 
     def apply(self) -> None:
-        """Install all parts, except those of modules that are no longer in memory."""
+        """Install all parts, except parts of modules that are no longer in memory."""
         self.active = self.context.active = True
         for part in self.parts:
             if not part.gone:

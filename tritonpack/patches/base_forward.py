@@ -80,7 +80,7 @@ class BaseForward(Pipeline):
         if outer.running:  # inside of another patched module, which has set it
             layer_batch = outer.packed_batch
         call = Call(outer.outer_batch if packed_batch is None else packed_batch, True, layer_batch)
-        output = self.context.run(call, self.inner, **arguments)
+        output = self.context.run(call, self.run_inner, **arguments)
         positions_counted = self.outermost and packed_batch is not None and packed_batch.positions_counted
         if positions_counted and isinstance(output, dict) and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)

@@ -88,7 +88,7 @@ def read_mask_spec(
 def overlay_intervals(
     overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate a mask function for every pair, as stock transformers does, and return each query's interval of keys.
+    """Return each query's interval of keys, from a mask function. Outside of graphs every pair is checked.
 
     Args:
         overlay: as transformers composes it, in the coordinates of the row.
@@ -101,25 +101,24 @@ def overlay_intervals(
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head, keys = torch.zeros((), dtype=torch.long, device=rows.device), torch.arange(num_keys, device=rows.device)
     end = torch.where((rows >= begin) & (rows < end), end, begin)  # padding sees nothing
-    queries = (batch, rows, begin, end)
-    # A graph must fit all lengths, so it has no fixed number of pieces.
-    pieces = (
-        [queries] if torch.compiler.is_compiling() else zip(*(x.split(ROWS_AT_ONCE, 1) for x in queries), strict=True)
-    )
-    bounds = []
-    for piece in pieces:
-        number, own, first, last = (x[..., None] for x in piece)
-        seen = overlay(number, head, own, keys) & (keys >= first) & (keys < last)
-        count = seen.sum(-1, keepdim=True)
-        start = torch.where(count > 0, seen.to(torch.uint8).argmax(-1, keepdim=True), first)
-        stop = start + count
-        around = (count == 0) | ((start <= own) & (own < stop))
-        require(
-            ((seen == ((keys >= start) & (keys < stop))) & around).all(),
-            "the mask that this model composes lets a token see keys that aren't one interval around its own place, "
-            "such as two images with the same number in a document. tritonpack's kernels don't support this. Give each "
-            "image its own number, or unpatch the model.",
-        )
-        bounds.append(torch.cat([start, stop], dim=-1))
-    start, stop = torch.cat(bounds, dim=1).unbind(-1)
+    # Find the first and the last key that each query sees, 256 candidates at a time. A graph must fit all lengths.
+    query, low, high = (batch[..., None], head, rows[..., None]), begin[..., None], end[..., None]
+    first, last, steps = rows, rows, torch.arange(256, device=rows.device)
+    for shift in reversed(range(0, 31 if torch.compiler.is_compiling() else num_keys.bit_length(), 8)):
+        lower, upper = first[..., None] - (steps << shift), last[..., None] + (steps << shift)
+        before = (lower >= low) & overlay(*query, lower.clamp(0, num_keys - 1))
+        after = (upper < high) & overlay(*query, upper.clamp(0, num_keys - 1))
+        first, last = first - ((before.sum(-1) - 1) << shift), last + ((after.sum(-1) - 1) << shift)
+    sees_itself = (end > begin) & overlay(batch, head, rows, rows.clamp(max=num_keys - 1))
+    start, stop = torch.where(sees_itself, first, begin), torch.where(sees_itself, last + 1, begin)
+    if not torch.compiler.is_compiling():
+        for piece in zip(*(x.split(ROWS_AT_ONCE, 1) for x in (batch, rows, begin, end, start, stop)), strict=True):
+            number, own, low, high, start_of_piece, stop_of_piece = (x[..., None] for x in piece)
+            seen = overlay(number, head, own, keys) & (keys >= low) & (keys < high)
+            require(
+                (seen == ((keys >= start_of_piece) & (keys < stop_of_piece))).all(),
+                "the mask that this model composes lets a token see keys that aren't one interval around its own "
+                "place, such as two images with the same number in a document. tritonpack's kernels don't support "
+                "this. Give each image its own number, or unpatch the model.",
+            )
     return start, stop

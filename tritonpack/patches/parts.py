@@ -186,6 +186,13 @@ class InstanceForward(Part):
         module = self.module
         return getattr(type(module), self.attribute).__get__(module)
 
+    def run_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original forward. After a graph break torch.compile looks a bound method up by its name, and would
+        find this forward."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return getattr(type(self.module), self.attribute)(self.module, *args, **kwargs)
+
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the original forward. Trainers choose the columns of a dataset by it."""

@@ -166,7 +166,7 @@ class Pipeline(InstanceForward):
         if self.makes_positions:
             leave_positions_to_model(packed_batch, arguments)
         outer = self.context.current
-        return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.inner, **arguments)
+        return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.run_inner, **arguments)
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Return whether this causal head is known to give the same logits and loss from one row of all tokens."""

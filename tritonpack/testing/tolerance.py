@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.backends.dropout import keep_mask
+from tritonpack.backends.reference import kept_weights, masked_scores
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.options import make_options
 from tritonpack.testing.cases import Inputs
 
 ROW_OUTPUTS = ("out", "lse", "dq", "dk", "dv")  # outputs with a value for every token
@@ -115,14 +116,16 @@ def run_plain(inputs: Inputs, *, scale: float | None = None) -> dict[str, Tensor
         None if inputs.sinks is None else inputs.sinks.to(dtype),
     )
     q, k, v = leaves[:3]
-    scores = _plain_scores(q, k, inputs, scale)[0].masked_fill(~inputs.mask.to_dense(), float("-inf"))
+    group, options = q.shape[1] // k.shape[1], make_options(inputs.q, inputs.mask, scale=scale, **inputs.keywords)
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores, _ = masked_scores(q, keys, inputs.mask, options)
     # The softmax of a row without keys is NaN, and so is every gradient through it.
     blind = ~seeing[:, :, 0]
     scores = scores.masked_fill(blind, 0.0)
     if inputs.sinks is not None:
         scores = torch.cat([leaves[3][:, None, None].expand(-1, q.shape[0], 1), scores], -1)
-    p = torch.softmax(scores, -1).masked_fill(blind, 0.0)[..., -k.shape[0] :] * _kept(inputs).to(dtype)
-    out = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
+    p = torch.softmax(scores, -1).masked_fill(blind, 0.0)[..., -k.shape[0] :] * kept_weights(q, k, options)
+    out = torch.einsum("hqk,khd->qhd", p, values)
     lse = torch.logsumexp(scores, -1).masked_fill(blind[:, 0], float("-inf"))
     dout, dlse = (
         torch.where(live, x, 0.0).to(dtype) for x, live in ((inputs.dout, seeing), (inputs.dlse, seeing[:, 0, 0]))
@@ -145,37 +148,6 @@ def _live_rows(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
     return seeing[:, None, None], seen[:, None, None]
 
 
-def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> tuple[Tensor, Tensor | float]:
-    """Return scores (H, T_q, T_k) before the mask, and their derivative by the scaled products."""
-    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
-    softcap, slopes = inputs.keywords.get("softcap", 0.0), inputs.keywords.get("alibi_slopes")
-    slope: Tensor | float = 1.0
-    if softcap:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = softcap * capped, 1 - capped**2
-    if slopes is not None:
-        mask = inputs.mask
-        assert mask.document is not None
-        per_row = slopes[None] if slopes.ndim == 1 else slopes[mask.document]
-        per_row = per_row.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores - (per_row.T[..., None] * mask.distances()).to(scores.dtype)
-    return scores, slope
-
-
-def _kept(inputs: Inputs) -> Tensor:
-    """Return the factors that dropout gives each pair, (H, T_q, T_k), or a single 1."""
-    p = inputs.keywords.get("dropout_p", 0.0)
-    device = inputs.q.device
-    if not p:
-        return torch.ones((), device=device)
-    seed = torch.tensor(inputs.keywords["dropout_seed"], device=device)
-    heads, queries, keys = (
-        torch.arange(n, device=device) for n in (inputs.q.shape[1], inputs.q.shape[0], inputs.k.shape[0])
-    )
-    return keep_mask(seed, heads[:, None, None], queries[:, None], keys, p) / (1 - p)
-
-
 def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | None) -> dict[str, float]:
     """Return the largest sum of absolute terms of each output.
 
@@ -183,21 +155,20 @@ def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | 
     the only gradient comes from lse. "rounded" is the root of the sum of squares of the terms of `dsinks` that hold a
     value of `out`, each of which was rounded in its own way.
     """
-    factor = inputs.q.shape[2] ** -0.5 if scale is None else scale
+    options = make_options(inputs.q, inputs.mask, scale=scale, **inputs.keywords)
     lse = exact["lse"].masked_fill(exact["lse"].isinf(), 0.0)
     q, k, v, dout, dlse, out = (
         x.nan_to_num().abs() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, exact["out"])
     )
     group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores, slope = _plain_scores(inputs.q.nan_to_num(), inputs.k.nan_to_num(), inputs, scale)
-    p = torch.exp(scores - lse[..., None]).masked_fill(~inputs.mask.to_dense(), 0.0)
-    kept = _kept(inputs)
+    k, v, signed_k = (x.repeat_interleave(group, 1) for x in (k, v, inputs.k.nan_to_num()))
+    scores, slope = masked_scores(inputs.q.nan_to_num(), signed_k, inputs.mask, options)
+    p, kept = torch.exp(scores - lse[..., None]), kept_weights(q, k, options)
     delta = (out * dout).sum(-1).T + dlse
-    ds = p * (torch.einsum("qhd,khd->hqk", dout, v) * kept + delta[..., None]) * slope * factor
+    ds = p * (torch.einsum("qhd,khd->hqk", dout, v) * kept + delta[..., None]) * slope * options.scale
     terms = {
         "out": torch.einsum("hqk,khd->qhd", p * kept, v),
-        "lse": torch.einsum("qhd,khd->hqk", q, k) * factor,
+        "lse": torch.einsum("qhd,khd->hqk", q, k) * options.scale,
         "dq": torch.einsum("hqk,khd->qhd", ds, k),
         "dk": torch.einsum("hqk,qhd->khd", ds, q).unflatten(1, (-1, group)).sum(2),
         "dv": torch.einsum("hqk,qhd->khd", p * kept, dout).unflatten(1, (-1, group)).sum(2),

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from examples.demo import compare_losses, isolation, settings_for
 from examples.demo.__main__ import main
 from examples.demo.corpus import read_corpus
+from examples.demo.grpo.__main__ import main as grpo
 from examples.demo.training import WAYS, Run, build_model, collate, train, train_in_turns
 
 
@@ -44,19 +45,22 @@ def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, importe
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("program", "arguments", "message"),
     [
-        (["--steps", "1"], "argument --steps: must be at least 3; got 1"),
-        (["--steps", "many"], "--steps"),
-        (["--device", "cuda"], "torch sees no GPU here; use --device cpu or auto"),
-        (["--nonsense"], "--nonsense"),
-        (["--out", "/proc/nowhere"], "/proc/nowhere"),
+        (main, "--steps 1", "argument --steps: must be at least 3; got 1"),
+        (main, "--steps many", "--steps"),
+        (main, "--device cuda", "torch sees no GPU here; use --device cpu or auto"),
+        (main, "--nonsense", "--nonsense"),
+        (main, "--out /proc/nowhere", "/proc/nowhere"),
+        (grpo, "--completions 1", "--completions"),
+        (grpo, "--prompt-length 8", "--prompt-length"),
+        (grpo, "--documents 3", "--documents"),
     ],
 )
-def test_wrong_options_exit_with_2(arguments, message, capsys, monkeypatch):
+def test_wrong_options_exit_with_2(program, arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
+        program(arguments.split())
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -49,21 +49,6 @@ def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, importe
     assert len(picture) > 20_000  # an empty figure has 5,000 or so
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--completions", 1], "--completions"),
-        (["--prompt-length", 8], "--prompt-length"),
-        (["--documents", 3], "--documents"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(list(map(str, arguments)))
-    assert exit_info.value.code == 2
-    assert re.search(rf"error: .*{message}", capsys.readouterr().err)
-
-
 def test_groups_have_the_shape_and_one_seed_gives_the_same(documents):
     steps, again, other = (make_groups(documents, SHAPE, 5, seed) for seed in (0, 0, 1))
     assert [len(groups) for groups in steps] == [2] * 5

@@ -102,30 +102,16 @@ def test_of_nothing_and_of_few_steps():
     assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
 
 
-def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
-    rng = np.random.default_rng(0)
-    lengths, offsets = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1, np.arange(0, 40_001, 50)
-    shuffled, by_length = rng.permutation(40_000), np.argsort(lengths)
-    spreads = [plan_statistics(Plan(order, offsets, 2, 10**6), lengths).spread for order in (shuffled, by_length)]
-    assert spreads[0] == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
-    assert spreads[1] > 5
-
-
 @pytest.mark.parametrize(
-    ("lengths", "message"),
+    ("lengths", "options", "message"),
     [
-        ([3], "holds document 1, but there are only 1 lengths"),
-        ([3, 0], "document 1 has length 0"),
-        ([3.0, 4.0], "row of integers"),
+        ([3], {}, "holds document 1, but there are only 1 lengths"),
+        ([3, 0], {}, "document 1 has length 0"),
+        ([3.0, 4.0], {}, "row of integers"),
+        (Units.of_documents([3, 4]), {"padded": True}, "padded=True needs the lengths of documents"),
+        ([3, 4], {"plan": []}, "plan must be a Plan, .*; got list"),
     ],
 )
-def test_refuses(lengths, message):
+def test_refuses(lengths, options, message):
     with pytest.raises(ValueError, match=message):
-        plan_statistics(plan_of([[[0], [1]]], 9), lengths)
-
-
-def test_refuses_padded_units_and_other_plans():
-    with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
-        plan_statistics(plan_of([[[0], [1]]], 9), Units.of_documents([3, 4]), padded=True)
-    with pytest.raises(ValueError, match=r"plan must be a Plan, .*; got list"):
-        plan_statistics([], [3, 4])
+        plan_statistics(**{"plan": plan_of([[[0], [1]]], 9), "lengths": lengths, **options})

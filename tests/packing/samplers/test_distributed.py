@@ -44,15 +44,6 @@ def test_ranks_have_as_many_batches_of_different_documents(num_replicas, lengths
     assert list(whole) == list(chain.from_iterable(zip(*batches, strict=True)))
 
 
-@pytest.mark.parametrize("tail", ["keep", "spread"])
-def test_fewer_documents_than_ranks(tail):
-    samplers = [sampler(rank, lengths=[300, 20, 7], tail=tail) for rank in range(4)]
-    assert [len(one) for one in samplers] == [1] * 4
-    assert sorted(batch[0] for one in samplers[:3] for batch in one) == [0, 1, 2]
-    assert (list(samplers[3]), samplers[3].plan.filler_rows) == ([[2]], 1), "the shortest document again"
-    assert samplers[0].efficiency() == 327 / (4 * CAPACITY)
-
-
 def test_seeds_and_orders(monkeypatch):
     torch.manual_seed(3)
     one = sampler()

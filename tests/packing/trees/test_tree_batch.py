@@ -13,25 +13,21 @@ GROUPS = [[7, 8, 9, 3, 4], [5, 6], [7, 8, 9, 3, 2, 1], [7, 8], [5, 6], [1], [7, 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
 
 
-def prompt_learned_late(sequences, prompt):
-    """Labels that leave out the first tokens of each sequence."""
-    return [[IGNORED if place < prompt else token for place, token in enumerate(row)] for row in sequences]
-
-
-def stock_inputs(batch):
-    """The batch for a stock model, which takes the mask in place of `tree_ends`."""
-    inputs = batch.inputs()
-    del inputs["tree_ends"]
-    return inputs | {"attention_mask": batch.mask.to_dense()[None, None]}
+def labels_after(sequences, prompt, step=0):
+    """Labels that leave out the first tokens of each sequence, and differ between sequences by `step`."""
+    return [
+        [IGNORED if place < prompt else token + step * number for place, token in enumerate(row)]
+        for number, row in enumerate(sequences)
+    ]
 
 
 def exact_llama():
     """A Llama that computes in float64 throughout; transformers' norm computes in float32."""
     model = tiny_llama()
-    for layer in model.model.layers:
-        layer.input_layernorm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
-        layer.post_attention_layernorm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
-    model.model.norm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+    for owner in (*model.model.layers, model.model):
+        for name in ("input_layernorm", "post_attention_layernorm", "norm"):
+            if hasattr(owner, name):
+                setattr(owner, name, torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64))
     return model
 
 
@@ -42,19 +38,17 @@ def close(actual, expected, dtype=torch.float64):
         assert (a - b).abs().max() <= 1000 * torch.finfo(dtype).eps * b.abs().max()
 
 
-def gradients(model, loss):
+def learned(model, loss):
+    """The loss and its gradients."""
     model.zero_grad()
     loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 @REPEATABLE
 @given(SEQUENCES, st.integers(0, 3))
 def test_every_begin_is_one_token_and_predicts_its_targets(sequences, prompt):
-    labels = [
-        [IGNORED if place < prompt else token + 10 * number for place, token in enumerate(row)]
-        for number, row in enumerate(sequences)
-    ]
+    labels = labels_after(sequences, prompt, 10)
     batch = pack_tree(sequences, labels=labels)
     parents, paths = batch.parents.tolist(), []
     for place, token in enumerate(batch.input_ids[0].tolist()):
@@ -77,26 +71,19 @@ def test_every_begin_is_one_token_and_predicts_its_targets(sequences, prompt):
     assert list(batch.target_counts) == [sum(label != IGNORED for label in own[1:]) for own in labels]
 
 
-def test_gather_adds_gradients_up():
-    batch = pack_tree(GROUPS)
-    values = torch.randn(1, batch.num_tokens, 3, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(sum(part.sum() for part in batch.gather(values)), values)
-    assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
-
-
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_logprobs(kept, dtype):
-    labels = prompt_learned_late(GROUPS, 2)
+    """Of each sequence alone; gradients of `gather` add up."""
+    labels = labels_after(GROUPS, 2)
     batch = pack_tree(GROUPS, labels=labels)
     logits = torch.randn(1, batch.num_tokens, VOCABULARY, dtype=dtype, requires_grad=True)
     found = batch.logprobs(logits[:, batch.logits_to_keep] if kept else logits, kept=kept)
     assert {one.dtype for one in found} == {torch.promote_types(dtype, torch.float32)}
     alone = []
     for row, own, scores in zip(GROUPS, labels, batch.gather(logits.double()), strict=True):
-        scores = scores.log_softmax(-1)
-        alone.append(torch.stack([scores.new_zeros(()), *(scores[i - 1, row[i]] for i in range(1, len(row)))]))
-        alone[-1] = alone[-1][1:][torch.tensor(own[1:]) != IGNORED]
+        scores = scores[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]]
+        alone.append(scores[torch.tensor(own[1:]) != IGNORED])
     assert [len(one) for one in found] == [3, 0, 4, 0, 0, 0, 4]
     close([torch.cat(found)], [torch.cat(alone)], found[0].dtype)
     weights = torch.randn(11)
@@ -109,38 +96,31 @@ def test_logprobs(kept, dtype):
 @pytest.mark.parametrize("prompt", [0, 3])
 def test_model_in_a_tree_equals_the_model_on_each_sequence(prompt):
     """The loss of transformers, which it computes in float32, and a loss of log-probabilities in float64."""
-    model = exact_llama()
-    labels = prompt_learned_late(GROUPS, prompt)
+    model, labels = exact_llama(), labels_after(GROUPS, prompt)
     features = [{"input_ids": row, "labels": own} for row, own in zip(GROUPS, labels, strict=True)]
     batch = pack_tree(GROUPS, labels=labels)
-    weights = torch.randn(len(GROUPS), dtype=torch.float64)
-
-    alone = model(**pad(features)).loss
-    in_tree = model(**stock_inputs(batch))
+    inputs = batch.inputs() | {"attention_mask": batch.mask.to_dense()[None, None]}  # which stock models take
+    del inputs["tree_ends"]
+    in_tree = model(**inputs)
     assert in_tree.logits.shape == (1, len(batch.targets), VOCABULARY)
-    close([in_tree.loss], [alone], torch.float32)
-    close(gradients(model, in_tree.loss), gradients(model, alone), torch.float32)
+    close(learned(model, in_tree.loss), learned(model, model(**pad(features)).loss), torch.float32)
 
-    expected = torch.zeros((), dtype=torch.float64)
+    weights, expected = torch.randn(len(GROUPS), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for row, own, weight in zip(GROUPS, labels, weights, strict=True):
-        scores = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
-        picked = scores.gather(1, torch.tensor(row)[1:, None])[:, 0]
-        expected = expected + weight * picked[torch.tensor(own[1:]) != IGNORED].sum()
-    expected = [expected.detach(), *gradients(model, expected)]
-    for kept in (False, True):
-        inputs = stock_inputs(batch)
-        for name in ("labels", "shift_labels", *(() if kept else ("logits_to_keep",))):
+        scores = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)[range(len(row) - 1), row[1:]]
+        expected = expected + weight * scores[torch.tensor(own[1:]) != IGNORED].sum()
+    wanted = learned(model, expected)
+    for kept in (True, False):
+        for name in ("labels", "shift_labels") if kept else ("logits_to_keep",):
             del inputs[name]
         scores = batch.logprobs(model(**inputs).logits, kept=kept)
-        loss = sum(weight * one.sum() for weight, one in zip(weights, scores, strict=True))
-        close([loss.detach(), *gradients(model, loss)], expected)
+        close(learned(model, sum(weight * one.sum() for weight, one in zip(weights, scores, strict=True))), wanted)
 
 
 def test_to_moves_everything_but_ends():
     batch = pack_tree(GROUPS).to("meta")
-    assert {x.device.type for x in batch.inputs().values()} == {"meta"}
-    assert {x.device.type for x in (batch.parents, batch.places)} == {"meta"}
-    assert batch.mask.device.type == "meta"
+    moved = (*batch.inputs().values(), batch.parents, batch.places, batch.mask)
+    assert {x.device.type for x in moved} == {"meta"}
     assert batch.ends.device.type == "cpu"
     assert batch.gather(torch.empty(1, batch.num_tokens, device="meta"))[0].device.type == "meta"
 
@@ -167,11 +147,10 @@ def test_refused(call, message):
 @pytest.mark.filterwarnings("ignore:unpatched-tree")
 @pytest.mark.parametrize("columns", ["labels", "completion_mask", "assistant_masks", None])
 def test_collator_makes_the_batch_of_pack_tree(columns):
-    labels = prompt_learned_late(GROUPS, 0 if columns is None else 2)
+    labels = labels_after(GROUPS, 0 if columns is None else 2)
     features = [{"input_ids": row, "attention_mask": [1] * len(row), "length": len(row)} for row in GROUPS]
     for feature, own in zip(features, labels, strict=True) if columns else ():
-        masked = columns.endswith(("mask", "masks"))
-        feature[columns] = [int(label != IGNORED) for label in own] if masked else own
+        feature[columns] = own if columns == "labels" else [int(label != IGNORED) for label in own]
     expected = pack_tree(GROUPS, labels=labels).inputs()
     for given_features in (features, [features[:3], features[3:]]):  # documents, or groups of them
         batch = TreeCollator()(given_features)

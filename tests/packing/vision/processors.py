@@ -1,7 +1,6 @@
 """Real processors of transformers, made without a download: default image processors and a tokenizer of a few words."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -30,13 +29,6 @@ def picture(height: int, width: int) -> Any:
     return pytest.importorskip("PIL.Image").fromarray(values)
 
 
-@contextlib.contextmanager
-def without_video(cls: Any) -> Iterator[None]:
-    """Processors check that they have a processor of videos, which needs torchvision."""
-    with mock.patch.object(cls, "check_argument_for_proper_class"):
-        yield
-
-
 def qwen2_vl() -> Any:
     from transformers import Qwen2VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -46,7 +38,7 @@ def qwen2_vl() -> Any:
         image_token=("<|image_pad|>", IMAGE), video_token=("<|video_pad|>", VIDEO),
         vision_bos_token=("<|vision_start|>", BEGIN), vision_eos_token=("<|vision_end|>", END),
     )  # fmt: skip
-    with without_video(Qwen2VLProcessor):
+    with mock.patch.object(Qwen2VLProcessor, "check_argument_for_proper_class"):  # videos need torchvision
         return Qwen2VLProcessor(images, words, video_processor=None)
 
 
@@ -68,14 +60,18 @@ PROCESSORS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def processed(name: str, **options: Any) -> list[Any]:
-    """Four conversations as a processor returns them, one by one: with no image, with one, with two, and with one."""
-    make, image = PROCESSORS[name]
-    processor = make()
-    conversations: list[tuple[str, list[Any]]] = [
+def conversations(image: str) -> list[tuple[str, list[Any]]]:
+    """Texts and their images: no image, one, two, and one."""
+    return [
         ("user what is this ? assistant a dog .", []),
         (f"user {image} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
         (f"user {image} a {image} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
         (f"{image} the dog runs", [picture(9, 16)]),
     ]
-    return [processor(**({"images": images} if images else {}), text=text, **options) for text, images in conversations]
+
+
+def processed(name: str, **options: Any) -> list[Any]:
+    """The conversations as a processor returns them, one by one."""
+    make, image = PROCESSORS[name]
+    processor = make()
+    return [processor(text=text, images=images or None, **options) for text, images in conversations(image)]

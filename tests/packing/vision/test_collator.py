@@ -1,4 +1,4 @@
-"""VisionPackingCollator by itself, without transformers: what it makes, and what it refuses."""
+"""VisionPackingCollator, also under dataloader, without transformers: what it makes, and what it refuses."""
 
 import pickle
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonpack import PackingCollator, VisionPackingCollator
+from tritonpack import PackingCollator, TreeCollator, VisionPackingCollator, dataloader, pack_dataset
 
 IMAGE, VIDEO = 60, 61
 
@@ -42,6 +42,7 @@ LLAVA = Model("llava", vision_feature_select_strategy="default")
 QWEN = Rotated("qwen2_vl")
 GEMMA3 = Model("gemma3", mm_tokens_per_image=4)
 TIMED = Rotated("qwen2_5_vl")
+MISTRAL3 = Model("mistral3", spatial_merge_size=1)
 TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
 
 
@@ -78,6 +79,14 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
 
 
+def nested(examples: list[dict[str, Any]]) -> Any:
+    """A table of what processors return: `input_ids` of shape (1, n), and None where an example lacks a column."""
+    names = sorted({name for example in examples for name in example})
+    rows = [{name: torch.as_tensor(values).tolist() for name, values in example.items()} for example in examples]
+    rows = [dict.fromkeys(names) | row | {"input_ids": [row["input_ids"]]} for row in rows]
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
 def test_tokens_are_those_of_packing_collator() -> None:
     """Labels leave out images; images are joined in the order of documents."""
@@ -88,16 +97,9 @@ def test_tokens_are_those_of_packing_collator() -> None:
     assert row.pop("pixel_values")[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
     assert row["labels"].tolist() == [[-100] * 5 + [4, -100, 4, 5] + [-100] * 9 + [4]]
     assert_same(row, text | {"labels": row["labels"]})
-
-
-def test_labels_beside_a_mask() -> None:
-    """A copy of the input ids is -100 where the mask is 0."""
-    example = llava(input_ids=[3, *[IMAGE] * 4, 4, 5, 6], assistant_masks=[0] * 6 + [1, 1])
-    collator = VisionPackingCollator(LLAVA)
-    batch = collator([example | {"labels": example["input_ids"]}])
-    assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
-    with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
-        collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
+    masked = llava(input_ids=[3, *[IMAGE] * 4, 4, 5, 6], assistant_masks=[0] * 6 + [1, 1])
+    for labels in ({}, {"labels": masked["input_ids"]}):
+        assert VisionPackingCollator(LLAVA)([masked | labels])["labels"].tolist() == [[-100] * 6 + [5, 6]]
 
 
 @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
@@ -106,19 +108,21 @@ def test_examples_of_other_forms_make_the_same_batch(text: str) -> None:
     model = Rotated("qwen2_5_vl")
     model.rope_deltas = torch.zeros(10_000)
     model.get_rope_index = lambda *args: None  # type: ignore[method-assign]  # as a patch may put it there
-    collate, examples = VisionPackingCollator(model, pad_to_multiple_of=8, pad_token_id=0), [qwen(), TEXT, film()]
+    collate, examples = VisionPackingCollator(model, pad_to_multiple_of=8), [qwen(), TEXT, film()]
     plain = collate(examples)
-    pixels, grids = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
+    columns = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
     for absent in (None, [], torch.ones(0, 96)):
-        columns = {text: None, "second_per_grid_ts": None, **dict.fromkeys((*pixels, *grids), absent)}
-        assert_same(collate([columns | example for example in examples]), plain)
+        empty = {text: None, "second_per_grid_ts": None, **dict.fromkeys(columns, absent)}
+        assert_same(collate([empty | example for example in examples]), plain)
     rows = [{name: torch.as_tensor(values)[None] for name, values in example.items()} for example in examples]
-    assert_same(collate(rows), plain)
+    lists = [{name: [*values] if name in columns else values for name, values in one.items()} for one in examples]
+    for same in (rows, lists, [without(example, "mm_token_type_ids") for example in examples]):
+        assert_same(collate(same), plain)
     data = pickle.dumps(collate)
     assert len(data) < 10_000, "workers get no weights"
     assert_same(pickle.loads(data)(examples), plain)
     for wrapped in (nn.Sequential(TIMED), nn.ModuleDict({"module": nn.ModuleDict({"model": TIMED})})):
-        assert_same(VisionPackingCollator(wrapped, pad_to_multiple_of=8, pad_token_id=0)(examples), plain)
+        assert_same(VisionPackingCollator(wrapped, pad_to_multiple_of=8)(examples), plain)
     with torch.device("meta"):
         made = collate(examples)
     assert_same(made, plain)
@@ -128,10 +132,8 @@ def test_columns_that_only_some_examples_need() -> None:
     for typed in (gemma3(), without(gemma3(), "token_type_ids")):
         made = VisionPackingCollator(GEMMA3)([TEXT, typed, TEXT | {"token_type_ids": None}])
         assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
-    typed = VisionPackingCollator(TIMED)([qwen(), film()])
-    assert_same(VisionPackingCollator(TIMED)([without(one, "mm_token_type_ids") for one in (qwen(), film())]), typed)
-    made = VisionPackingCollator(GEMMA3)([TEXT, gemma3(), TEXT | {"token_type_ids": None}])
-    assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
+    glm4v = VisionPackingCollator(Rotated("glm4v"))  # whose frames have the token of images
+    assert_same(glm4v([without(qwen(), "mm_token_type_ids")]), glm4v([qwen()]))
     made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
     assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
     assert made["second_per_grid_ts"].dtype == torch.float32
@@ -143,7 +145,7 @@ def test_images_are_padded_at_their_end() -> None:
         {"input_ids": [3, IMAGE, IMAGE], "pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
         for size in ([8, 4], [4, 8])
     ]
-    made = VisionPackingCollator(Model("mistral3", spatial_merge_size=1))(sized)
+    made = VisionPackingCollator(MISTRAL3)(sized)
     assert made["image_sizes"].tolist() == [[8, 4], [4, 8]]
     assert made["pixel_values"].shape == (2, 3, 8, 8)
     for pixels, (height, width) in zip(made["pixel_values"], made["image_sizes"].tolist(), strict=True):
@@ -151,7 +153,7 @@ def test_images_are_padded_at_their_end() -> None:
 
 
 def test_positions_of_three_axes_restart_in_each_document() -> None:
-    row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
+    row = VisionPackingCollator(QWEN, pad_to_multiple_of=8)([qwen(), TEXT, film()])
     assert row["position_ids"][:, 0].tolist() == [
         [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5],
         [3, 2, 1, 0, 2, 1, 0, 2, 1, 0, 0, 1, 2, 3, 4, 5],
@@ -162,85 +164,107 @@ def test_positions_of_three_axes_restart_in_each_document() -> None:
     assert row["cu_seq_lens_q"].tolist() == [0, 4, 7, 10, 16]
 
 
-# The model, the examples, and what the error says.
-REFUSED: dict[str, tuple[Model, list[Any], str]] = {
-    "tokens without an image": (LLAVA, [TEXT, without(llava(), "pixel_values")],
-        r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no pixels of images\. Pass all columns"),
-    "a cut image": (LLAVA, [TEXT, llava() | {"input_ids": [3, 60, 60, 60]}],
-        "document 1 has 3 tokens of images .* take 4. .* don't truncate input_ids"),
-    "tokens that don't match the grid": (QWEN,
-        [TEXT, qwen(pixel_values=torch.ones(16, 96), image_grid_thw=torch.tensor([[1, 4, 4]]))],
-        "document 1 has 2 tokens of images .* but its 'pixel_values', 'image_grid_thw' take 4"),
-    "columns of other lengths": (QWEN, [qwen(input_ids=[3, 60, 60])],
-        "document 0 has 3 input_ids but 4 mm_token_type_ids"),
-    "patches that don't match the grid": (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 2, 2]]))],
-        r"document 0 has 8 rows of pixel_values, but its image_grid_thw \[\[1, 2, 2\]\] have 4 patches"),
-    "a grid that can't be merged": (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 1, 8]]))],
-        "document 0 has 2 tokens of images .* but its 'pixel_values', 'image_grid_thw' take 0"),
-    "a grid without its pixels": (QWEN, [without(qwen(), "pixel_values")],
-        "document 0 has 'image_grid_thw' but no 'pixel_values'; pass all columns"),
-    "pixels without their grid": (QWEN, [without(qwen(), "image_grid_thw")],
-        "document 0 has 'pixel_values' but no 'image_grid_thw'"),
-    "wrong types of tokens": (QWEN, [qwen(mm_token_type_ids=[0, 1, 0, 0])],
-        "document 0 has mm_token_type_ids that aren't 1 for tokens of images, 2 for .* .'images': 60"),
-    "an unknown column": (LLAVA, [TEXT, llava(image_grid_thw=torch.ones(1, 3), text="hello")],
-        "document 1 has 'image_grid_thw', 'text', which VisionPackingCollator can't pack for model type 'llava'"),
-    "a batch of several": (LLAVA, [{"input_ids": torch.ones(2, 5, dtype=torch.int64)}],
-        "document 0 has 2 rows of input_ids; pass examples one by one"),
-    "a lost axis": (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
-        r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
-    "the first patch alone": (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
-    "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))],
-        "document 0 has 4 tokens of images .* and no pixels of images"),
-    "seconds in words": (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
-    "grids of two dtypes": (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
-        "image_grid_thw is torch.float32 .* one dtype and one size of 3:time,height,width in a call"),
-    "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
-        r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
-    "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
-        r"document 0 needs an array with the axes \(images, .*\), as return_tensors='pt' makes it, as pixel_values"),
-    "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
-    "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
-    "images and videos of GLM-4V": (Rotated("glm4v"),
-        [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
-        "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
-    "seconds of other videos": (Rotated("qwen2_5_vl"), [film(second_per_grid_ts=torch.ones(2))],
-        r"document 0 has columns of different numbers of videos: .'video_grid_thw': 1, 'second_per_grid_ts': 2.; pass"),
-    "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
-        r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
-    "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),
-        [], "doesn't know llava with the vision tower 'dino'; it knows pixtral, clip_.* one example a row"),
-    "sounds in the text": (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
-}  # fmt: skip
+def batches_of_one(examples: list[dict[str, Any]]) -> Any:
+    return [one | {"input_ids": torch.tensor([one["input_ids"]])} for one in examples]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
-    model, examples, message = REFUSED[case]
+@pytest.mark.parametrize("make", [list, nested, batches_of_one])
+@pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
+def test_loader_counts_tokens_of_images(make: Any) -> None:
+    """Also of batches of one row, as processors return them."""
+    pytest.importorskip("numba")
+    examples = [TEXT, llava(), TEXT, llava(2), llava()]
+    loader = dataloader(make(examples), tokens=20, collate_fn=VisionPackingCollator(LLAVA), seed=0)
+    assert loader.documents.units.tokens.tolist() == [3, 6, 3, 10, 6]
+    assert sum(batch["input_ids"].shape[1] for batch in loader) == 28
+    assert sum(len(batch.get("pixel_values", ())) for batch in loader) == 4
+    assert "5 documents, 28 tokens (lengths from input_ids)" in str(loader)
+    assert "columns of the first document: input_ids" in str(loader)
+    cut = make([TEXT, TEXT, llava() | {"input_ids": [3, 60, 60, 60]}])
+    for given, options, message in (
+        (make(examples), {"lengths": [3, 6, 3, 3]}, "4 lengths for a dataset of 5 documents"),
+        (cut, {}, "document 2 has 3 tokens of"),
+        (make([TEXT, TEXT]), {"collate_fn": Measuring()}, "measure of a collate_fn was removed: dataloader counts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(dataloader(given, **{"tokens": 19, "collate_fn": VisionPackingCollator(LLAVA), **options}))
+    for collate in (None, TreeCollator()) if make is not list else ():
+        with pytest.raises(ValueError, match=r"document [01] needs a row of integers as input_ids; got .* \(1, 3\)"):
+            list(dataloader(make([TEXT, TEXT]), 19, collate_fn=collate))
+    if make is nested:
+        with pytest.raises(ValueError, match="document 0 needs a row of integers"):
+            pack_dataset(nested([TEXT, TEXT]), 28)
+
+
+class Measuring(TreeCollator):
+    measure = len
+
+
+class Failing(Rotated):
+    def get_rope_index(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+        return (torch.zeros(3, 1, 1),) if len(input_ids[0]) == 4 else [input_ids[None].expand(3, 1, -1)]
+
+
+DINO = Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"})
+# The model, the examples or the settings of the collator, and what the error says.
+REFUSED: list[tuple[Any, Any, str]] = [
+    (LLAVA, [TEXT, without(llava(), "pixel_values")],
+     r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no pixels of images\. Pass all columns"),
+    (LLAVA, [TEXT, llava(input_ids=[3, 60, 60, 60])],
+     "document 1 has 3 tokens of images .* take 4. .* don't truncate input_ids"),
+    (QWEN, [TEXT, qwen(pixel_values=torch.ones(16, 96), image_grid_thw=torch.tensor([[1, 4, 4]]))],
+     "document 1 has 2 tokens of images .* but its 'pixel_values', 'image_grid_thw' take 4"),
+    (QWEN, [qwen(input_ids=[3, 60, 60])], "document 0 has 3 input_ids but 4 mm_token_type_ids"),
+    (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 2, 2]]))],
+     r"document 0 has 8 rows of pixel_values, but its image_grid_thw \[\[1, 2, 2\]\] have 4 patches"),
+    (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 1, 8]]))], "document 0 has 2 tokens of images .* take 0"),
+    (QWEN, [qwen(image_grid_thw=torch.tensor([[2, 4]]))], r"shape \(1, 2\); it takes \(images, 3:time,height,width\)"),
+    (QWEN, [without(qwen(), "pixel_values")], "document 0 has 'image_grid_thw' but no 'pixel_values'; pass all"),
+    (QWEN, [without(qwen(), "image_grid_thw")], "document 0 has 'pixel_values' but no 'image_grid_thw'"),
+    (QWEN, [qwen(mm_token_type_ids=[0, 1, 0, 0])],
+     "document 0 has mm_token_type_ids that aren't 1 for tokens of images, 2 for .* .'images': 60"),
+    (LLAVA, [TEXT, llava(image_grid_thw=torch.ones(1, 3), text="hello")],
+     "document 1 has 'image_grid_thw', 'text', which VisionPackingCollator can't pack for model type 'llava'"),
+    (LLAVA, [{"input_ids": torch.ones(2, 5, dtype=torch.int64)}],
+     "document 0 has 2 rows of input_ids; pass examples one by one"),
+    (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
+     r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
+    (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
+    (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))], "has 4 tokens of images .* and no pixels of images"),
+    (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
+    (TIMED, [film(second_per_grid_ts=[1.0]), film()], "document 0 has 'second_per_grid_ts' and another hasn't"),
+    (TIMED, [film(second_per_grid_ts=torch.ones(2))],
+     r"document 0 has columns of different numbers of videos: .'video_grid_thw': 1, 'second_per_grid_ts': 2.; pass"),
+    (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
+     "image_grid_thw is torch.float32 .* one dtype and one size of 3:time,height,width in a call"),
+    (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
+     r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
+    (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
+     r"document 0 needs an array with the axes \(images, .*\), as return_tensors='pt' makes it, as pixel_values"),
+    (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
+    (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
+    (LLAVA, [llava(labels=[-100] * 5 + [4], assistant_masks=[0] * 6)],
+     "document 0 has the label 4 at token 5, where its assistant_masks is 0"),
+    (Rotated("glm4v"), [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
+     "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
+    (Model("idefics3", scale_factor=1), [row(8), row(12)],
+     r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
+    (Model("idefics3", scale_factor=1), [row(8) | {"pixel_attention_mask": torch.ones(1, 8, 4)}],
+     "columns of different numbers of width: .*: 8, .*: 4"),
+    (MISTRAL3, [row(8) | {"image_sizes": [[16, 8]]}], "has image_sizes .* for pixel_values of 8 x 8 pixels; an image"),
+    (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
+    (Failing("qwen2_vl"), [TEXT, qwen()], r"document 1 .* Failing\.get_rope_index .*positions of shape \(3, 1, 1\)"),
+    (DINO, {}, "doesn't know llava with the vision tower 'dino'; it knows pixtral, clip_.* one example a row"),
+    (Model("flamingo"), {}, "doesn't know model type 'flamingo'; it knows gemma3, .* batches of one example a row"),
+    (nn.Linear(2, 2), {}, "doesn't know a model without a configuration"),
+    ("llava", {}, "model must be the image-text model that gets the batches; got str"),
+    (Model("qwen2_vl"), {}, "has no get_rope_index"),
+    (LLAVA, {"pad_to_multiple_of": 8, "pad_token_id": 60}, "pad_token_id=60 is the token of images"),
+    (LLAVA, {"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer from 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "given", "message"), REFUSED)
+def test_refused(model: Any, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        VisionPackingCollator(model)(examples)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        (Model("flamingo"), {}, "doesn't know model type 'flamingo'; it knows gemma3, .* batches of one example a row"),
-        (nn.Linear(2, 2), {}, "doesn't know a model without a configuration"),
-        ("llava", {}, "model must be the image-text model that gets the batches; got str"),
-        (Model("qwen2_vl"), {}, "has no get_rope_index"),
-        (LLAVA, {"pad_to_multiple_of": 8, "pad_token_id": 60}, "pad_token_id=60 is the token of images"),
-        (LLAVA, {"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer from 1"),
-    ],
-)
-def test_refused_settings(model: Any, settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VisionPackingCollator(model, **settings)
-
-
-def test_a_method_that_fails_names_the_document() -> None:
-    class Failing(Rotated):
-        def get_rope_index(self, input_ids: Tensor) -> Any:  # type: ignore[override]
-            return (torch.zeros(3, 1, 1),) if len(input_ids[0]) == 4 else [input_ids[None].expand(3, 1, -1)]
-
-    with pytest.raises(ValueError, match=r"document 1 .* Failing\.get_rope_index .*positions of shape \(3, 1, 1\)"):
-        VisionPackingCollator(Failing("qwen2_vl"))([TEXT, qwen()])
+        VisionPackingCollator(model, **given) if isinstance(given, dict) else VisionPackingCollator(model)(given)

@@ -22,7 +22,6 @@ from tests.patches.comparison import apart, tolerance
 from tritonpack.packing.vision.families import FAMILIES
 
 LIMIT = tolerance(torch.float64)
-TOWERS = ("visual", "vision")  # in the names of parameters
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 REFUSED_BY_STOCK = ("qwen3_5", "qwen3_5_moe")  # layers that can't keep documents apart without a package
 APART_IN_STOCK = ("paligemma",)  # since transformers 5.24
@@ -41,18 +40,23 @@ def alone(example: Example, model_type: str) -> dict[str, Tensor]:
     return call | {"labels": labels}
 
 
-def build_or_skip(name: str) -> PreTrainedModel:
-    """The family's model, if this version of transformers can run it: Llama 4 fails in every call in 5.24.0."""
-    model, model_type = build(name), KINDS[name].model_type or name
+def made(name: str) -> tuple[PreTrainedModel, list[Example], list[dict[str, Tensor]]]:
+    """The family's model, its documents, and a call for each; skips Llama 4 in 5.24.0, where every call fails."""
+    model, documents = build(name), examples(name)
+    calls = [alone(document, KINDS[name].model_type or name) for document in documents]
     if name == "llama4":
         try:
             with torch.no_grad():
-                model(**alone(examples(name)[0], model_type))
+                model(**calls[0])
         except AttributeError as error:
             if "image_outputs" not in str(error):
                 raise
             pytest.skip(f"transformers {transformers_version} can't run its own {type(model).__name__}: {error}")
-    return model
+    return model, documents, calls
+
+
+def in_tower(model: Any) -> list[bool]:
+    return [any(part in name for part in ("visual", "vision")) for name, _ in model.named_parameters()]
 
 
 def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
@@ -71,18 +75,13 @@ def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_equals_each_document_alone(name: str) -> None:
     """Losses and all gradients of some steps, the vision tower's by themselves."""
-    packed, model_type = build_or_skip(name).train(), KINDS[name].model_type or name
-    single, documents = copy.deepcopy(packed), examples(name)
+    packed, documents, calls = made(name)
+    single, inside = copy.deepcopy(packed.train()), in_tower(packed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tritonpack.PackingWarning)  # the patch comes later
         row = tritonpack.VisionPackingCollator(packed)(documents)
-    calls = [alone(document, model_type) for document in documents]
-    names = [parameter for parameter, _ in packed.named_parameters()]
-    in_tower = [any(part in parameter for part in TOWERS) for parameter in names]
-    if name not in REFUSED_BY_STOCK:
-        expected, got = learn(single, calls), learn(packed, [row])
-        if name not in APART_IN_STOCK:
-            assert apart(expected[1], got[1]) > 0.05  # stock lets documents see each other
+    if name not in (*REFUSED_BY_STOCK, *APART_IN_STOCK):  # stock lets documents see each other
+        assert apart(learn(single, calls)[1], learn(packed, [row])[1]) > 0.05
     with tritonpack.patch(packed):
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, packed)]
         for _ in range(3):
@@ -90,49 +89,38 @@ def test_training_equals_each_document_alone(name: str) -> None:
             assert math.isfinite(loss)
             assert apart([loss], [packed_loss]) < LIMIT
             for part in (True, False):
-                chosen = [i for i, inside in enumerate(in_tower) if inside is part]
+                chosen = [i for i, each in enumerate(inside) if each is part]
                 own = [gradients[i] for i in chosen]
                 assert any(one is not None and bool(one.any()) for one in own)
                 assert apart(own, [packed_gradients[i] for i in chosen]) < LIMIT
             for optimizer in optimizers:
                 optimizer.step()
-            weights = list(single.parameters())
-            assert apart(weights, list(packed.parameters())) < LIMIT
-            packed.load_state_dict(
-                single.state_dict()
-            )  # so that the next step doesn't magnify the rounding of this one
+            assert apart(list(single.parameters()), list(packed.parameters())) < LIMIT
+            packed.load_state_dict(single.state_dict())  # so the next step doesn't magnify the rounding of this one
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_with_padding_and_rows_without_images(name: str) -> None:
-    model, model_type = build_or_skip(name), KINDS[name].model_type or name
-    documents = examples(name)
-    collate = tritonpack.VisionPackingCollator(model, pad_to_multiple_of=32, pad_token_id=0)
-    texts = [document for document in documents if not any("pixel" in column for column in document)]
+    model, documents, calls = made(name)
+    collate = tritonpack.VisionPackingCollator(model, pad_to_multiple_of=32)
+    texts = [number for number, one in enumerate(documents) if not any("pixel" in column for column in one)]
     with tritonpack.patch(model), torch.no_grad():
-        for chosen in (documents[::-1], texts * 2):
-            if not chosen:
-                continue
-            row = collate(chosen)
+        for chosen in (range(len(documents))[::-1], texts * 2):
+            row = collate([documents[number] for number in chosen])
             assert row["input_ids"].shape[1] % 32 == 0
-            assert any("pixel" in column for column in row) == (chosen is not texts and len(chosen) == len(documents))
-            expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in chosen])
-            got = model(**row).logits[0, : len(expected)]
-            assert apart([expected], [got]) < LIMIT
-        if texts:
-            with torch.enable_grad():
-                learn(model, [collate(texts)])
-            towers = [p for parameter, p in model.named_parameters() if any(part in parameter for part in TOWERS)]
-            assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
+            assert any("pixel" in column for column in row) == (chosen != texts * 2)
+            expected = torch.cat([model(**calls[number]).logits[0] for number in chosen])
+            assert apart([expected], [model(**row).logits[0, : len(expected)]]) < LIMIT
+        with torch.enable_grad():
+            learn(model, [collate([documents[number] for number in texts])])
+        towers = [p for p, inside in zip(model.parameters(), in_tower(model), strict=True) if inside]
+        assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
 
 
-def test_every_family_is_tried() -> None:
+def test_every_family_is_tried_and_every_other_type_refused_by_name() -> None:
+    """All model types that transformers calls image-text: those of the table, and others."""
     assert {kind.model_type or name for name, kind in KINDS.items()} == set(FAMILIES)
-
-
-def test_every_other_type_is_refused_by_name() -> None:
-    """All model types that transformers calls image-text: those of the table, and others that are refused."""
     types = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     assert set(FAMILIES) <= types
     for model_type in types - set(FAMILIES):

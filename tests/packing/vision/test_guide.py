@@ -1,4 +1,4 @@
-"""docs/vision.md: its blocks of Python run, and its table of families is that of the code."""
+"""docs/vision.md: its blocks of Python run, and its table of families is that of the code. Columns of processors."""
 
 import re
 from typing import Any
@@ -12,46 +12,48 @@ pytest.importorskip("PIL")
 
 import transformers
 
+import tritonpack
 from tests.packing.vision.examples import build
-from tests.packing.vision.processors import PROCESSORS, picture
+from tests.packing.vision.processors import PROCESSORS, conversations, processed
+from tests.patches.comparison import apart, tolerance
 from tests.test_guides import DOCS, blocks
 from tritonpack.packing.vision.families import FAMILIES
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-CONVERSATIONS = [
-    ("user what is this ? assistant a dog .", []),
-    (f"user {IMAGE} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
-    (f"user {IMAGE} a {IMAGE} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
-]
 
-
-@pytest.fixture
-def given() -> dict[str, Any]:
-    """What the page assumes: conversations, and a processor and a model that `from_pretrained` returns."""
-    return {"conversations": CONVERSATIONS, "processor": PROCESSORS["qwen2_vl"][0](), "model": build("qwen2_vl")}
-
-
-def run(number: int, given: dict[str, Any]) -> dict[str, Any]:
-    with (
-        mock.patch.object(transformers.AutoProcessor, "from_pretrained", return_value=given["processor"]),
-        mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", return_value=given["model"]),
-    ):
-        exec(compile(blocks("vision")[number], "vision.md", "exec"), given)
-    return given
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_packed_equals_what_the_processor_returns(name: str) -> None:
+    """With `return_tensors="pt"` an output is a call of the model. Lists, arrays and rows of a table are the same."""
+    model, outputs = build(name).eval(), processed(name, return_tensors="pt")
+    with torch.no_grad():
+        expected = torch.cat([model(**one).logits[0] for one in outputs])
+    collate = tritonpack.VisionPackingCollator(model)
+    tables = [{"pixel_values": None} | {column: values.tolist() for column, values in one.items()} for one in outputs]
+    with tritonpack.patch(model), torch.no_grad():
+        row = collate(outputs)
+        assert apart([expected], [model(**row).logits[0]]) < tolerance(torch.float64)
+        for others in (processed(name), tables):
+            same = collate(others)
+            assert same.keys() == row.keys()
+            for column, values in row.items():
+                assert torch.equal(torch.as_tensor(same[column]), torch.as_tensor(values)), column
 
 
 @pytest.mark.slow
-def test_from_processor_to_training_step(given: dict[str, Any]) -> None:
-    before = [parameter.detach().clone() for parameter in given["model"].parameters()]
-    given = run(0, given)
-    assert not any(torch.equal(a, b) for a, b in zip(before, given["model"].parameters(), strict=True))
+def test_blocks() -> None:
+    """From a processor to a training step, and to rows by tokens. `from_pretrained` returns what is here."""
+    model, processor = build("qwen2_vl"), PROCESSORS["qwen2_vl"][0]()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    given: dict[str, Any] = {"conversations": conversations("<|vision_start|><|image_pad|><|vision_end|>")[:3]}
+    with (
+        mock.patch.object(transformers.AutoProcessor, "from_pretrained", return_value=processor),
+        mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", return_value=model),
+    ):
+        for block in blocks("vision"):
+            exec(compile(block, "vision.md", "exec"), given)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert given["batch"]["position_ids"].shape[:2] == (4, 1)
     assert given["batch"]["cu_seq_lens_q"].numel() == 4
-
-
-@pytest.mark.slow
-def test_rows_by_tokens_and_patches(given: dict[str, Any]) -> None:
-    given = run(1, run(0, given))
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == given["loader"].documents.units.tokens.sum()
 
 

@@ -56,6 +56,9 @@ def _tokens(*values: float) -> Make:
 
 
 IMAGE = {"pixel_values": _image()}
+LARGE_IMAGE = {"pixel_values": _same(3, 64, 64)}
+BOXES = {"bbox": _tokens(0.1, 0.2, 0.5, 0.6)}
+FRAMES = {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}
 IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the tokens of its image
 
 
@@ -88,21 +91,19 @@ NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
     **dict.fromkeys(AGAINST_IMAGES, IMAGES),
     **dict.fromkeys(("paligemma", "ColPaliForRetrieval"), TYPES),
-    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), {"pixel_values": _same(3, 64, 64)}),
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), LARGE_IMAGE),
     "idefics": {"pixel_values": _image(1), "image_attention_mask": _tokens(1)},
     "siglip2": {
         "pixel_values": _same(4, 48, per="document"),
         "pixel_attention_mask": _whole(1, 4, per="document"),
         "spatial_shapes": _whole(2, 2, per="document"),
     },
-    **dict.fromkeys(("udop", "bros"), {"bbox": _tokens(0.1, 0.2, 0.5, 0.6)}),
+    **dict.fromkeys(("udop", "bros"), BOXES),
     "pix2struct": {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)},
     "whisper": {"input_features": _same(lambda config: (config.num_mel_bins, 2 * config.max_source_positions))},
     "moonshine_streaming": {"input_values": _same(1600)},
     "speech-encoder-decoder": {"input_values": _same(200)},
-    **dict.fromkeys(
-        ("canary", "cohere_asr"), {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}
-    ),
+    **dict.fromkeys(("canary", "cohere_asr"), FRAMES),
     "jev": {
         "marks": lambda config, batch: torch.tensor([_in_one_row(batch, [span.stop for _, span in batch.spans])]),
         "num_options": lambda config, batch: torch.ones(1, len(batch.spans), dtype=torch.long),

@@ -20,8 +20,8 @@ from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case, NotBuiltError, build
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import Losses, NoLossError, expected_losses, losses_of
-from tests.patches.sweep.results import OPTIONS, VERDICTS, Row
+from tests.patches.sweep.losses import Losses, expected_losses, losses_of
+from tests.patches.sweep.results import VERDICTS, Row
 from tests.patches.sweep.subject import Outputs, Subject, difference
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
@@ -240,8 +240,9 @@ class Trial:
 
     def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
         """Return the verdict of a form, the number, and the reason."""
-        limit = 2 * self.reference.errors[form] + 4 * torch.finfo(LOW[form]).eps if form in LOW else self.reference.limit
-        failed = None
+        limit, failed = self.reference.limit, None
+        if form in LOW:
+            limit = 2 * self.reference.errors[form] + 4 * torch.finfo(LOW[form]).eps
         try:
             number = self._apart(subject, form)
             if number <= limit:

@@ -55,7 +55,7 @@ def losses_of(subject: Subject, documents: list[Tensor], form: Form) -> Losses:
         if name.endswith("loss") and isinstance(value, Tensor) and value.is_floating_point()
     }  # fmt: skip
     if "loss" not in found or any(value.numel() != 1 for value in found.values()):
-        raise NoLossError(f"its losses are {dict((name, tuple(x.shape)) for name, x in found.items())}")
+        raise NoLossError(f"its losses have the shapes {[tuple(value.shape) for value in found.values()]}")
     return Losses({name: x.detach() for name, x in found.items()}, gradients_of(subject.model, found["loss"]))
 
 

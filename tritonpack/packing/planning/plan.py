@@ -160,10 +160,11 @@ def plan_epoch(
     """
     if removed:
         refuse_removed(removed, "plan_epoch()")
-    units = lengths if isinstance(lengths, Units) else None
-    given, noun = (lengths, "document") if units is None else (units.tokens, units.noun)
+    given: Any = lengths
+    noun, squares = "document", None
+    if isinstance(lengths, Units):
+        given, noun, squares = lengths.tokens, lengths.noun, None if lengths.are_documents else lengths.squares
     tokens = fit_lengths(given, capacity, noun=noun).lengths.astype(np.int64)
-    squares = None if units is None or units.are_documents else units.squares
     return plan_units(
         tokens, squares, None, seed, epoch, order, capacity=capacity,
         num_ranks=num_ranks, objective=objective, tail=tail, least_steps=least_steps, shuffle=shuffle,
@@ -276,7 +277,7 @@ def document_numbers(numbers: Any, count: int, name: str) -> NDArray[np.int32]:
     """Numbers of `count` documents, a list or an array, as int32; ValueError for others, which has the name."""
     numbers = np.asarray(numbers) if isinstance(numbers, (list, tuple, range)) else numbers
     rule = f"{name} must give numbers of documents, 0 to {count - 1}, in a one-dimensional array"
-    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ValueError(f"{rule}; got {numbers!r:.100}.")
     outside = (numbers < 0) | (numbers >= count)
     if outside.any():

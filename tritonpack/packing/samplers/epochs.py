@@ -94,7 +94,7 @@ class EpochSampler(EpochCounter, ABC):
     _waits = True  # the next pass begins after these batches
 
     @property
-    def epoch(self) -> int:  # type: ignore[override]
+    def epoch(self) -> int:
         return self._epoch
 
     @epoch.setter

@@ -152,8 +152,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         documents = documents[self.lengths[documents] > 0]
         if not len(documents):
             raise ValueError(
-                f"the sampler yields no document of at most {self.batch_max_len} tokens. Give it a dataset that isn't "
-                "empty, or raise batch_max_len."
+                f"the sampler yields no document of at most {self.batch_max_len} tokens. Raise "
+                "batch_max_len, or give it a dataset that isn't empty."
             )
         group_size = len(documents) if self.sequential else self.group_size
         items, sizes = [], []

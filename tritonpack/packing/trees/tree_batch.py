@@ -22,11 +22,13 @@ from tritonpack.packing.columns import (
     LEFT_OUT,
     MASK,
     TOKENS,
+    Columns,
     Named,
-    documents_of,
     join,
     masked_labels,
+    quote,
     read_feature,
+    read_features,
     read_sequences,
 )
 from tritonpack.packing.trees.prefixes import prefix_tree
@@ -195,14 +197,14 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
 
 def _lay(documents: Sequence[Named]) -> TreeBatch:
     """The batch of documents that are read; ValueError for columns that only some have, and for negative labels."""
-    columns, lengths = join(documents), np.array([len(columns[TOKENS]) for _, columns in documents])
-    tokens, labels = columns[TOKENS].numpy(), masked_labels(columns, lengths)
+    columns, each = join(documents)
+    tokens, labels, lengths = columns[TOKENS].numpy(), masked_labels(columns, each), np.array(each)
     starts = np.cumsum(lengths) - lengths
     if (wrong := (labels < 0) & (labels != IGNORED_LABEL)).any():
-        place = int(wrong.argmax())
+        name, _ = documents[np.searchsorted(starts, wrong.argmax(), side="right") - 1]
         raise ValueError(
-            f"{documents[int((starts <= place).sum()) - 1][0]} has the label {labels[place]}; labels are token ids, or "
-            f"{IGNORED_LABEL} where a token isn't a target."
+            f"{name} has the label {labels[wrong][0]}; labels are token ids, or {IGNORED_LABEL} where a token isn't a "
+            "target."
         )
     tree = prefix_tree(tokens, lengths)
     depth = np.arange(len(tokens)) - np.repeat(starts, lengths)
@@ -215,11 +217,22 @@ def _lay(documents: Sequence[Named]) -> TreeBatch:
         ends=torch.from_numpy(tree.ends),
         parents=torch.from_numpy(np.where(position_ids > 0, tree.places[tree.sources - 1], ROOT)),
         places=torch.from_numpy(tree.places),
-        lengths=tuple(lengths.tolist()),
+        lengths=tuple(each),
         logits_to_keep=torch.from_numpy(tree.places[where - 1]),
         targets=torch.from_numpy(labels[where]),
         target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
     )
+
+
+def _read(document: Any) -> list[Columns]:
+    """The columns of a document for a tree; ValueError for other columns."""
+    if isinstance(document, Mapping) and (others := document.keys() - {*_TAKEN}):
+        raise ValueError(
+            f"has {quote(others)}, which TreeCollator doesn't take; it takes {quote(_TAKEN)}. Remove columns that the "
+            "model doesn't need (dataset.remove_columns). If the loss needs a value of a sequence or of its tokens (an "
+            "advantage, an old log-probability), use pack_tree, with its gather and logprobs."
+        )
+    return read_feature(document)
 
 
 class TreeCollator:
@@ -236,9 +249,9 @@ class TreeCollator:
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
     ([1, 1, 3], [[7, 8, 9]])
 
-    A document has `input_ids`. It may have `labels`; `completion_mask` and `assistant_masks`, whose
-    zeros mark tokens that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1
-    everywhere; and `length`. All other columns are refused by name.
+    A document has `input_ids`. It may have `labels`; `completion_mask` and `assistant_masks`, whose zeros mark tokens
+    that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1 everywhere; and
+    `length`. All other columns are refused by name.
     """
 
     def __init__(self, capacity: None = None) -> None:
@@ -257,20 +270,7 @@ class TreeCollator:
             ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
                 a mask, and what `pack_tree` refuses. The message names the document.
         """
-        documents: list[Named] = []
-        for name, document in documents_of(features, "TreeCollator"):
-            if (
-                other := [column for column in document if column not in _TAKEN]
-                if isinstance(document, Mapping)
-                else []
-            ):
-                raise ValueError(
-                    f"{name} has {other[0]!r}, which TreeCollator doesn't take; it takes {', '.join(_TAKEN)}. Remove "
-                    "columns that the model doesn't need (dataset.remove_columns). If the loss needs a value of a "
-                    "sequence or of its tokens (an advantage, an old log-probability), use pack_tree, with its gather "
-                    "and logprobs."
-                )
-            documents += read_feature(document, name)
+        documents = read_features(features, "TreeCollator", _read)
         batch = _lay(documents)
         warn_if_unpatched(
             documents,

@@ -15,10 +15,9 @@ from tritonpack.packing.columns import (
     PER_TOKEN,
     TOKENS,
     Columns,
-    documents_of,
-    naming,
     quote,
     read_feature,
+    read_features,
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Family
 from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
@@ -64,12 +63,9 @@ their `get_rope_index` returns for the document alone |
         self._text = PackingCollator(pad_to_multiple_of, pad_token_id)
         self._config = _configuration(model)
         self.model_type: str = self._config.model_type
-        # The tokens that images and videos replace.
         self._placeholders = {kind: getattr(self._config, part.token) for kind, part in self.family.parts.items()}
         if pad_token_id in self._placeholders.values():
-            raise ValueError(
-                f"pad_token_id={pad_token_id} is the token of images or videos of this model; pass another."
-            )
+            raise ValueError(f"pad_token_id={pad_token_id} is the token of images or videos of this model.")
         self._positions = ModelPositions(model) if self.family.own_positions else None
 
     @property
@@ -91,11 +87,8 @@ their `get_rope_index` returns for the document alone |
             ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
-        texts, media = [], []
-        for name, example in documents_of(features, type(self).__name__):
-            text, own = self._read(example, name)
-            texts.append((name, text))
-            media.append((name, own))
+        examples = read_features(features, type(self).__name__, self._read)
+        texts, media = [(name, text) for name, (text, _) in examples], [(name, own) for name, (_, own) in examples]
         having = {kind: name for name, own in media for kind in own}  # a document with images, and one with videos
         if len(having) == 2 and not self.family.both_kinds:
             raise ValueError(
@@ -111,30 +104,26 @@ their `get_rope_index` returns for the document alone |
                 labels[batch["token_type_ids"] == 0] = IGNORED_LABEL
         if self._positions is not None:
             padding = batch[TOKENS].shape[1] - sum(len(text[TOKENS]) for _, text in texts)
-            parts = [self._positions(name, text, own) for (name, text), (_, own) in zip(texts, media, strict=True)]
+            parts = [self._positions(name, *example) for name, example in examples]
             axes = torch.cat([*parts, torch.arange(padding, device="cpu").expand(3, -1)], dim=1)
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         return batch | join_media(self.family, media)
 
-    def _read(self, example: Any, name: str) -> tuple[Columns, MediaOf]:
+    def _read(self, example: Any) -> list[tuple[Columns, MediaOf]]:
         """The columns of tokens and those of images and videos of an example, checked."""
-        with naming(name):
-            if not isinstance(example, Mapping):
-                raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
-            example = {column: values for column, values in example.items() if values is not None}
-            taken = (*_TEXT, *self.family.columns)
-            if unknown := sorted(str(column) for column in example if column not in taken):
-                raise ValueError(
-                    f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
-                    f"{self.model_type!r}; it takes {quote(taken)}. Remove other columns first "
-                    "(dataset.remove_columns)."
-                )
-            media = read_media(self.family, example)
-            tokens = {column: _row(example[column], column) for column in _TEXT if column in example}
-        ((_, text),) = read_feature(tokens, name)
-        with naming(name):
-            self._check_tokens(text, media)
-        return text, media
+        if not isinstance(example, Mapping):
+            raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
+        example = {column: values for column, values in example.items() if values is not None}
+        taken = (*_TEXT, *self.family.columns)
+        if unknown := sorted(str(column) for column in example if column not in taken):
+            raise ValueError(
+                f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type {self.model_type!r}; it "
+                f"takes {quote(taken)}. Remove other columns first (dataset.remove_columns)."
+            )
+        media = read_media(self.family, example)
+        (text,) = read_feature({column: _row(example[column], column) for column in _TEXT if column in example})
+        self._check_tokens(text, media)
+        return [(text, media)]
 
     def _check_tokens(self, text: Columns, media: MediaOf) -> None:
         """ValueError unless an example has a token for each embedding of its images and videos. Add types of tokens."""
@@ -168,11 +157,7 @@ their `get_rope_index` returns for the document alone |
 
 
 def _configuration(model: Any) -> Any:
-    """The configuration of a model, or of the model that it wraps.
-
-    Raises:
-        ValueError: no model, or one of an unknown family, or with an unknown vision tower.
-    """
+    """The configuration of a model, or of the model that it wraps; ValueError for an unknown family or tower."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
             f"model must be the image-text model that gets the batches; got {type(model).__name__}. Pass the model, "
@@ -193,11 +178,7 @@ def _configuration(model: Any) -> Any:
 
 
 def _row(values: Any, name: str) -> Any:
-    """A column of tokens without the axis of a batch of one.
-
-    Raises:
-        ValueError: a batch of several rows.
-    """
+    """A column of tokens without the axis of a batch of one; ValueError for a batch of several rows."""
     nested = isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple))
     if not nested and getattr(values, "ndim", 1) != 2:
         return values

@@ -19,11 +19,7 @@ _ROPE = "get_rope_index"  # transformers' name for the method that makes positio
 
 
 def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
-    """The columns of the images and of the videos of an example, without those that hold nothing.
-
-    Raises:
-        ValueError: a column of another form, or one without another that belongs to it.
-    """
+    """The columns of the images and of the videos of an example, without those that hold nothing, checked."""
     media: MediaOf = {}
     for kind, part in family.parts.items():
         found = {name: _read(example[name], name, part.columns[name]) for name in part.columns if name in example}
@@ -63,37 +59,31 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
 
 
 def join_media(family: Family, media: Sequence[tuple[str, MediaOf]]) -> Columns:
-    """The columns of images and videos of all examples, each after its name, as the model takes them for one row.
-
-    Raises:
-        ValueError: examples whose columns can't be joined; the message names two of them.
-    """
+    """The columns of images and videos of all examples, each after its name, as the model takes them for one row."""
     joined: Columns = {}
     for kind, part in family.parts.items():
         of_kind = [(document, own[kind]) for document, own in media if kind in own]
         for name, column in part.columns.items():
-            having = [document for document, own in of_kind if name in own]
-            lacking = [document for document, own in of_kind if name not in own]
+            having = [(document, own[name]) for document, own in of_kind if name in own]
             if not having:
                 continue
-            if lacking:
+            if len(having) < len(of_kind):
                 raise ValueError(
-                    f"{having[0]} has {name!r} and {lacking[0]} hasn't; give every example with {kind} the same "
-                    "columns."
+                    f"{having[0][0]} has {name!r} and another hasn't; give all with {kind} the same columns."
                 )
-            values = [own[name] for _, own in of_kind]
+            values = [value for _, value in having]
             if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
                 dtype = reduce(torch.promote_types, [one.dtype for one in values])
                 values = [one.to(dtype) for one in values]
             first = values[0]
             fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
-            for document, one in zip(having, values, strict=True):
+            for (document, _), one in zip(having, values, strict=True):
                 if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
                     size = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
                     raise ValueError(
                         f"{name} is {one.dtype} of shape {tuple(one.shape)} in {document} and {first.dtype} of shape "
-                        f"{tuple(first.shape)} in {having[0]}; the model takes one dtype{size} in a call. Process all "
-                        "examples alike, or pack them in different rows."
+                        f"{tuple(first.shape)} in {having[0][0]}; the model takes one dtype{size} in a call. Process "
+                        "all examples alike, or pack them in different rows."
                     )
             for axis in column.padded:
                 most = max(one.shape[axis] for one in values)
@@ -108,9 +98,6 @@ class ModelPositions:
 
     The method reads the configuration and a few settings of its module. So a second module of its class gets these,
     and no weights, no submodules, and nothing that a patch puts on the model.
-
-    Raises:
-        ValueError: no part of the model has the method.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -127,24 +114,15 @@ class ModelPositions:
         self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
 
     def __call__(self, name: str, text: Columns, media: MediaOf) -> Tensor:
-        """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its name is for messages.
-
-        Raises:
-            ValueError: the method fails, or returns positions of another shape.
-        """
-        ids = text["input_ids"]
-        given = {
-            "input_ids": ids[None],
-            "mm_token_type_ids": text.get("mm_token_type_ids", torch.zeros_like(ids))[None],
-        }
+        """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its name is for messages."""
+        given = {column: values[None] for column, values in text.items()}
         for columns in media.values():
             given |= columns
         try:
             with torch.device("cpu"):  # where the columns lie, whatever the default device is
-                positions: Tensor = getattr(self._module, _ROPE)(
-                    **{key: given[key] for key in self._names if key in given}
-                )[0]
-            if positions.shape != (3, 1, len(ids)):
+                taken = {column: given[column] for column in self._names if column in given}
+                positions: Tensor = getattr(self._module, _ROPE)(**taken)[0]
+            if positions.shape != (3, *given["input_ids"].shape):
                 raise ValueError(f"it returned positions of shape {tuple(positions.shape)}")
         except Exception as error:
             raise ValueError(

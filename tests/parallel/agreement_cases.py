@@ -1,0 +1,331 @@
+"""Losses, gradients and outputs of ranks that share batches equal those of one process: a table and its runner."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig
+
+from tests.parallel.attention_cases import EXCHANGES, LAYOUTS
+from tests.parallel.models import (
+    BATCHES,
+    LENGTHS,
+    SHORT_DOCUMENTS,
+    SPECIFIC,
+    TOLERANCE,
+    Result,
+    alone,
+    close,
+    gradients_of,
+    in_float64,
+    loss_of,
+    make_model,
+    make_zoo_model,
+    mean_over,
+    mesh_of,
+    on_ranks,
+    one_target,
+    other_ignored,
+    packed,
+    same,
+)
+from tritonpack import SequenceParallel, UnsupportedModelError, patch
+from tritonpack.parallel.shard import layer_specs
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
+from tritonpack.patches.parse_inputs import CACHES
+
+PAIR = ("group_cast", "ulysses")
+KEYS = ("all_gather", "group_cast", "ring")
+# Every type with recurrences or convolutions whose attention ranks can share.
+RECURRENT = (
+    "qwen3_next", "mamba2", "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+    "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "rwkv", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+# With a load-balancing loss in each form: coefficients of two names, hybrids, and text configurations.
+EXPERTS = (
+    "mixtral", "jetmoe", "jamba", "qwen3_next", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe",
+    "granitemoeshared", "granitemoe_swa", "granitemoehybrid", "minimax", "minimax_m2", "ernie4_5_moe", "flex_olmo",
+    "mellum", "laguna", "phimoe", "dbrx", "qwen3_5_moe", "qwen3_5_moe_text",
+)  # fmt: skip
+
+
+def agrees(model="llama", *batches, compute=loss_of, make=None, zoo=False, prepare=lambda model: None, **options):
+    """Compare a model on ranks with the same model in one process.
+
+    Args:
+        model: a family of SPECIFIC, or a type of the zoo.
+        batches: batches, or names of BATCHES; by default "packed".
+        compute: (model, **batch) -> loss.
+        make: makes the model in another way.
+        zoo: whether to take the zoo's model of a family, too.
+        prepare: changes the model on ranks.
+        options: of the context; a pair of exchanges is for a mesh of two dimensions. And the `tolerance`.
+    """
+    tolerance = options.pop("tolerance", TOLERANCE)
+    exact = not zoo and (make is not None or model in SPECIFIC)
+    make = make or partial(make_model if exact else make_zoo_model, model)
+    given = [BATCHES[one]() if isinstance(one, str) else one for one in batches or ("packed",)]
+    if not isinstance(options.get("exchange", ""), str):
+        options.setdefault("group", mesh_of(2, 2))
+    with nullcontext() if exact else in_float64():
+        wanted = alone(make(), compute, *given)
+        shared = make()
+        prepare(shared)
+        same(on_ranks(shared, compute, *given, **options), wanted, tolerance)
+
+
+def in_layers(name, batch="several", **more):
+    """`agrees` for a model whose layers mix along the row."""
+    given = (SHORT_DOCUMENTS.get(batch) or BATCHES[batch])()
+    agrees(name, {**given, "use_cache": False}, **more)
+
+
+def loss_with_routers(model, **batch):
+    output = model(**batch, output_router_logits=True)
+    assert output.aux_loss > 0
+    return output.loss
+
+
+def with_routers(name, batch="packed", **options):
+    agrees(name, {**BATCHES[batch](), "use_cache": False}, compute=loss_with_routers, zoo=True, **options)
+
+
+def router_loss_alone(model, **batch):
+    """`aux_loss` by itself, from a configuration that asks for it."""
+    del batch["labels"]
+    model.config.output_router_logits = True
+    output = model(**batch)
+    assert [x.shape[0] for x in output.router_logits] == [batch["input_ids"].numel()] * len(output.router_logits)
+    return output.aux_loss
+
+
+def hidden_states(model, labels, **batch):
+    """A loss from the outputs of a base model, by itself or under its head."""
+    states = getattr(model, "model", model)(**batch).last_hidden_state
+    assert states.shape[:2] == labels.shape
+    return states.square().mean()
+
+
+def preference(model, **batch):
+    """A loss like DPO's: every rank computes it alike from gathered logits of all documents."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    assert logits.shape[:2] == labels.shape
+    chances = logits.log_softmax(-1)[:, :-1].gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    chances = chances * (labels[:, 1:] != -100)
+    half = chances.shape[1] // 2
+    return -torch.nn.functional.logsigmoid(chances[:, :half].sum() - chances[:, half:].sum()) + chances.mean() ** 2
+
+
+def accumulated():
+    """Two batches with different numbers of targets and one `num_items_in_batch`, as trainers pass it."""
+    batches = [packed(), packed((5, 30, 2), seed=4)]
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    return [{**batch, "num_items_in_batch": torch.tensor(count)} for batch in batches]
+
+
+def checkpoints(model, reentrant=False):
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def peft_model():
+    """PEFT passes all arguments that it knows, most of them None. Only its own weights get gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    weights = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(make_model(), weights)
+
+
+def loss_by_total(grad_reduce="mean", shape=None, exchange="auto"):
+    """Each rank computes the terms of its own tokens, and `total` sums them."""
+    model, batch = make_model(), packed()
+    labels = batch.pop("labels")
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    group = mesh_of(*shape) if shape else None
+    with SequenceParallel(model, group, exchange=exchange, layout="stripe", grad_reduce=grad_reduce) as context:
+        logits = model(**batch).logits
+        assert logits.shape[1] < 1.5 * labels.shape[1] / dist.get_world_size()
+        mine = context.shard(targets, fill=-100)
+        terms = torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum")
+        loss = context.total(terms) / (targets != -100).sum()
+        loss.backward()
+        close(context.gather(mine), targets, "gathered")
+    result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
+    same(result, alone(make_model(), loss_of, packed()))
+
+
+def outputs(batch, **options):
+    """Logits and hidden states equal those of one process with `gather_outputs`, else this rank's rows of them."""
+    model, reference, given = make_model(), make_model(), BATCHES[batch]()
+    patch(reference)
+    wanted = reference(**given, output_hidden_states=True)
+    with SequenceParallel(model, gather_outputs=True, **options):
+        got = model(**given, output_hidden_states=True)
+        loss, logits = model(**given, return_dict=False)[:2]
+        as_configured = model(**given, return_dict=None)
+    assert got.keys() == wanted.keys() - {*CACHES}
+    states = zip(got.hidden_states, wanted.hidden_states, strict=True)
+    for ours in (got.logits, logits, as_configured.logits):
+        close(ours, wanted.logits, "logits")
+    close(loss, wanted.loss, "loss in a tuple")
+    for ours, theirs in states:
+        close(ours, theirs, "hidden states")
+    with SequenceParallel(model, **options) as context:
+        mine = model(**given).logits
+        close(mine, context.shard(wanted.logits), "own logits")
+        close(context.gather(mine), wanted.logits, "gathered logits")
+
+
+def documents_stay_apart(exchange, layout):
+    """Changing the tokens of one document changes no bit of another document's logits."""
+    batch = packed()
+    del batch["labels"]
+    model = make_model().eval()
+    with SequenceParallel(model, exchange=exchange, layout=layout, gather_outputs=True), torch.no_grad():
+        before = model(**batch).logits
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            changed = batch["input_ids"].clone()
+            changed[0, begin:end] = 3 + (changed[0, begin:end] + 1) % 50
+            moved = (model(**{**batch, "input_ids": changed}).logits != before).any(-1)[0]
+            assert moved[begin:end].any()
+            assert not moved[:begin].any()
+            assert not moved[end:].any()
+
+
+def specs_of_layers():
+    """The masks that layouts count: windows and chunks, of each layer."""
+    window = MaskSpec.of((4, 0))
+    assert layer_specs(make_model("llama")) == (CAUSAL, CAUSAL)
+    assert layer_specs(make_model("mistral")) == (window, window)
+    assert layer_specs(make_model("gemma2")) == (window, CAUSAL)
+    module = torch.nn.Module()
+    module.config = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
+    chunks = MaskSpec.of((-1, 0), 8)
+    assert layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
+
+
+def in_groups_of_two(shape, exchange):
+    """Groups of two ranks, or of a part of a mesh, whose process group is made when it is first used, share a batch."""
+    mesh = mesh_of(*(shape or (dist.get_world_size() // 2, 1, 2)))
+    group = mesh["within"] if exchange == "ring" else mesh["across", "within"]
+    batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
+    model, wanted = make_model(), alone(make_model(), loss_of, *batches)
+    trained, groups = DistributedDataParallel(model), set()
+    for _ in range(2):
+        trained.zero_grad()
+        with SequenceParallel(trained, group, exchange=exchange) as context:
+            loss = loss_of(trained, **batches[mesh.get_local_rank("dp")])
+            loss.backward()
+        groups.add(context.ranks.group)
+    assert len(groups) == 1
+    close(loss.detach(), wanted.loss[mesh.get_local_rank("dp")], "loss")
+    for name, p in model.named_parameters():
+        close(p.grad, wanted.gradients[name] / len(batches), name)
+
+
+def refuses_a_long_document():
+    """Every rank raises, and the context goes on."""
+    model, size = make_zoo_model("mamba2"), dist.get_world_size()
+    message = rf"a document has 40 of the batch's 45 tokens, .* on one of the {size} ranks\. .* share it among fewer"
+    with SequenceParallel(model):
+        with pytest.raises(ValueError, match=message):
+            model(**packed((2, 40, 3)))
+        assert model(**SHORT_DOCUMENTS["several"]()).loss.isfinite()
+
+
+def refuses_another_router_loss():
+    from transformers.models.mixtral import modeling_mixtral
+
+    model = make_zoo_model("mixtral")
+    model.num_experts_per_tok = None
+    with SequenceParallel(model), pytest.raises(UnsupportedModelError, match="Pass output_router_logits=False"):
+        model(**packed(), output_router_logits=True)
+    own, model = modeling_mixtral.load_balancing_loss_func, make_zoo_model("mixtral")
+    modeling_mixtral.load_balancing_loss_func = lambda *given: 2 * own(*given)
+    try:
+        message = "MixtralForCausalLM computes another load-balancing loss"
+        with SequenceParallel(model), pytest.raises(ValueError, match=message):
+            model(**packed(), output_router_logits=True)
+    finally:
+        modeling_mixtral.load_balancing_loss_func = own
+
+
+FAMILIES = ("mistral", "gemma2", "gpt_oss")
+OTHER_BATCHES = [name for name in BATCHES if name != "packed"]
+CASES = {}
+for exchange in (*EXCHANGES, *((keys, "ulysses") for keys in KEYS)):
+    name = exchange if isinstance(exchange, str) else f"mesh, {exchange[0]}"
+    CASES |= {f"{name}, {one}": partial(agrees, exchange=exchange, layout=one) for one in LAYOUTS}
+    CASES |= {f"{name}, {one}": partial(agrees, "llama", one, exchange=exchange) for one in OTHER_BATCHES}
+    CASES |= {f"{name}, {one}": partial(agrees, one, exchange=exchange) for one in FAMILIES}
+    if isinstance(exchange, str):
+        CASES[f"documents stay apart, {name}"] = partial(documents_stay_apart, exchange, "zigzag")
+CASES |= {
+    "summed gradients": partial(agrees, grad_reduce="sum"),
+    "accumulated gradients": lambda: agrees("llama", *accumulated()),
+    "other ignore_index": lambda: agrees("llama", other_ignored("two_rows")),
+    "other ignore_index, padded layout": lambda: agrees("llama", other_ignored("three_tokens")),
+    "targets on one rank": lambda: agrees("llama", one_target()),
+    "checkpointed": partial(agrees, prepare=checkpoints),
+    "checkpointed, reentrant": partial(agrees, prepare=partial(checkpoints, reentrant=True)),
+    "checkpointed, ulysses": partial(agrees, prepare=checkpoints, exchange="ulysses"),
+    "own loss, averaged": partial(agrees, compute=preference, gather_outputs=True),
+    "own loss, summed": partial(agrees, "llama", "two_rows", compute=preference, gather_outputs=True,
+                                grad_reduce="sum", exchange="ring", layout="stripe"),
+    "loss by total, averaged": loss_by_total,
+    "loss by total, summed": partial(loss_by_total, "sum"),
+    "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
+                          layout="zigzag"),
+    "base model under a head": partial(agrees, compute=hidden_states, gather_outputs=True, layout="zigzag"),
+    "PEFT model": partial(agrees, make=peft_model),
+    "outputs": partial(outputs, "packed"),
+    "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
+    "specs of layers": specs_of_layers,
+    "in groups of two": partial(in_groups_of_two, None, "ring"),
+    "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
+    "mesh, summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
+    "mesh, loss by total": partial(loss_by_total, "mean", (2, 2), PAIR),
+    "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
+    "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
+}  # fmt: skip
+CASES |= {f"recurrent, {name}": partial(in_layers, name) for name in RECURRENT}
+for name in ("qwen3_next", "mamba2", "minimax", "lfm2", "jamba", "rwkv"):
+    CASES |= {
+        f"recurrent, {name}, {one}": partial(in_layers, name, one) for one in ("two_rows", "padded", "few tokens")
+    }
+for name in ("qwen3_next", "mamba2", "minimax"):
+    for exchange, layout in (("ring", "zigzag"), ("ring", "stripe"), ("group_cast", "documents"),
+                             ("ulysses", "contiguous")):  # fmt: skip
+        CASES[f"recurrent, {name}, {exchange} {layout}"] = partial(in_layers, name, exchange=exchange, layout=layout)
+for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv"):
+    CASES[f"recurrent, {name}, checkpoints"] = partial(in_layers, name, prepare=checkpoints)
+    CASES[f"recurrent, {name}, summed gradients"] = partial(in_layers, name, grad_reduce="sum")
+CASES |= {f"mesh, {name}": partial(in_layers, name, exchange=PAIR) for name in ("qwen3_next", "mamba2")}
+CASES["recurrent, a long document"] = refuses_a_long_document
+CASES |= {f"experts, {name}": partial(with_routers, name) for name in EXPERTS}
+CASES |= {
+    f"experts, mixtral, {one}": partial(with_routers, "mixtral", one) for one in ("two_rows", "padded", "three_tokens")
+}
+CASES |= {
+    "experts, mixtral, summed": partial(with_routers, "mixtral", grad_reduce="sum"),
+    "experts, without labels": partial(agrees, "mixtral", "padded", compute=router_loss_alone, gather_outputs=True),
+    "experts, another loss": refuses_another_router_loss,
+}
+
+# One of each kind; these depend on the number of ranks.
+ALSO_ON_FOUR = [
+    *(f"{exchange}, {layout}" for exchange in EXCHANGES for layout in LAYOUTS),
+    *(f"all_gather, {batch}" for batch in OTHER_BATCHES),
+    *("ring, two_rows", "ring, three_tokens", "ulysses, padded", "ulysses, three_tokens"),
+    *("ring, mistral", "all_gather, gemma2", "ulysses, gpt_oss"),
+    *("accumulated gradients", "checkpointed", "targets on one rank"),
+    *("own loss, averaged", "own loss, summed", "loss by total, averaged"),
+    *("outputs of two rows", "documents stay apart, ring", "in groups of two"),
+]
+ON_THREE = [name for name in CASES if any(what in name for what in ("long", "few tokens", "checkpoints", ", ring "))]
