@@ -98,7 +98,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "pack": (tritonpack.pack, {"lengths": LENGTHS, "capacity": 8}, {"lengths": "ints array", "max_items": "none np3"}),
     "plan_epoch": (
         packing.plan_epoch, {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
-        {"seed": "zero huge np3", "objective": "", "shuffle": "true", "order": "none array ints range"},
+        {"seed": "zero huge np3", "objective": "", "shuffle": "true", "order": "none empty array ints range"},
     ),
     "pack_stream": (
         loaded(tritonpack.pack_stream), {"documents": DOCUMENTS, "capacity": 8},
@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"sampler": range(8), "batch_size": 1, "batch_max_len": 8, "lengths": LENGTHS},
         {"sampler": "ints set range array tensor-u16", "bin_size": "none np3 zero"},
     ),
-    "PackingCollator": (tritonpack.PackingCollator, {}, {"pad_to_multiple_of": "none", "per_token": "empty"}),
+    "PackingCollator": (tritonpack.PackingCollator, {}, {"pad_to_multiple_of": "none np3", "per_token": "empty"}),
     "a batch": (tritonpack.PackingCollator(), {"features": [{"input_ids": [1, 2]}]}, {"features": ""}),
 }  # fmt: skip
 PARAMETERS = [(name, parameter) for name, (_, _, parameters) in CALLS.items() for parameter in parameters]
