@@ -290,7 +290,8 @@ def test_every_rank_of_a_mesh_gets_rows(name):
         mask = of([b - a for a, b in pairwise([0, *cuts.tolist(), tokens])])
         ranks = Ranks(None, 0, first * second, (Ranks(None, 0, first), Ranks(None, 0, second)))
         for pair in (("ring", "ulysses"), ("ulysses", "ring")):
-            dimensions = dimensions_of(ranks, pair)
+            dimensions, numbers = dimensions_of(ranks, pair), np.arange(first * second).reshape(first, second)
+            assert np.array_equal(dimensions.owners, numbers if pair[1] == "ulysses" else numbers.T)
             layout = dimensions.make_layout(name, [mask])
             assert min(layout.lengths) > 0
             assert max(layout.lengths) - min(layout.lengths) <= 2
