@@ -56,6 +56,19 @@ def test_plans_whatever_brute_force_can_plan(part, tail):
     assert min(planned, repeated) > 40
 
 
+@pytest.mark.parametrize("tail", TAILS)
+def test_packs_shortest_documents_together_to_save_a_step(tail):
+    """A step places 3, 3, 2, 2, 2 into rows of 3 + 2 and 3 + 2; two full rows hold them all.
+
+    And 10 rows of 6 tokens, one with 1 besides: only steps long before the last have documents to give.
+    """
+    for lengths, capacity, ranks, steps in (([6, 6, 6, 3, 3, 2, 2, 2], 6, 5, 1), ([6] * 21 + [1] * 5, 10, 2, 11)):
+        for epoch in range(10):
+            plan = plan_epoch(lengths, capacity, ranks, tail=tail, epoch=epoch)
+            assert_complete(plan, lengths, capacity)
+            assert (plan.num_steps, plan.filler_rows) == (steps, 0)
+
+
 def test_drop_needs_tokens_of_one_step_and_then_plans_every_epoch():
     """80 documents of half a row and a bit: 20 rows hold 20 of them, and 40 of them have the tokens of a step."""
     enough = np.full(38, 51)  # 1,938 tokens; a step that is 95% full has 1,900

@@ -147,6 +147,7 @@ def test_overlong(noun, make):
         ({"seed": -1}, "seed must be"),
         ({"tail": "all"}, "tail must be one of"),
         ({"epochs": 0}, "epochs must be an integer from 1"),
+        ({"lookahead": 0.1}, r"lookahead of MultipackDistributedBatchSampler\(\) was removed"),
         ({"order": np.arange(8), "shuffle": False}, "shuffle=False has no effect on an order of your own"),
         *(
             ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*max_document_length")
