@@ -75,7 +75,7 @@ def varlen_attention(
         pack_invariant: whether results and gradients of a document have the same bits alone and at every place of every
             pack (on a CPU with the same number of threads), and a NaN or an infinity in a document never changes
             another document. Without it, they may change documents in the same tile. It is slower for short documents.
-            Not with dropout, nor on the reference backend.
+            Not with dropout or trees, nor on the reference backend.
         return_lse: whether to also return the log-sum-exp of each row's scores, sink included.
         backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
             Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),

@@ -158,8 +158,8 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
         ("empty.jsonl", "holds no document"),
         *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow")],
         ("link*", "link.jsonl can't be read: [Errno 2] No such file"),
-        ("splits", "has the splits test, train; name one of them as split; got None"),
-        ("splits", "--split", "dev", "name one of them as split; got 'dev'"),
+        ("splits", "has the splits test, train; name one of them by --split; got None"),
+        ("splits", "--split", "dev", "name one of them by --split; got 'dev'"),
         *[(path, "--split", "train", "has no splits; leave out --split train") for path in ("splits/train", files)],
         (files, "--out", files / "rows", f"--out {files / 'rows'} lies in {files}, whose files are the documents"),
     ]:

@@ -69,7 +69,7 @@ def _saved(path: Path, split: str | None) -> Any:
         raise _unreadable(path, error) from error
     splits = sorted(found) if isinstance(found, datasets.DatasetDict) else []
     if splits and split not in splits:
-        raise ValueError(f"{path} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
+        raise ValueError(f"{path} has the splits {', '.join(splits)}; name one of them by --split; got {split!r}.")
     if not splits and split is not None:
         raise ValueError(f"{path} has no splits; leave out split={split!r}.")
     return found[split] if splits else found

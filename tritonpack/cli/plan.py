@@ -81,7 +81,9 @@ def examine(
     console = console_beside(json)
     with console.status("reading lengths") as status:
         documents = read_lengths(path, column)
-        fitted = fit_lengths(documents, capacity, overlong, name="--capacity")
+        fitted = fit_lengths(
+            documents, capacity, overlong, name="--capacity", remedy="pass --overlong truncate, split or drop"
+        )
         tokens, ways = int(documents.sum()), {}
         strategies: dict[str, Any] = {OURS: partial(plan_epoch, **options), **BASELINES}
         for name, strategy in strategies.items():

@@ -160,8 +160,10 @@ def pack(
     if isinstance(lengths, Units):
         if overlong in ("truncate", "split"):
             raise ValueError(f"overlong={overlong!r} cuts documents, and units can't be cut. Use 'error' or 'drop'.")
-        lengths = lengths.tokens
-    fitted = fit_lengths(lengths, capacity, overlong)
+        units, lengths = lengths, lengths.tokens
+        fitted = fit_lengths(lengths, capacity, overlong, remedy="pass overlong='drop'", noun=units.noun)
+    else:
+        fitted = fit_lengths(lengths, capacity, overlong)
 
     from tritonpack.packing import heuristics  # imports numba, which is slow
 

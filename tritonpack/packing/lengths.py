@@ -122,6 +122,7 @@ def fit_lengths(
     overlong: Overlong = "error",
     *,
     name: str = "capacity",
+    remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
     noun: str = "document",
 ) -> FittedLengths:
     """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
@@ -130,7 +131,8 @@ def fit_lengths(
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
         overlong: see `pack`.
-        name, noun: what messages call the capacity and a document.
+        name, remedy, noun: the name of the capacity in messages, what they advise for documents that are too long, and
+            what they call a document.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
@@ -151,9 +153,7 @@ def fit_lengths(
         first = int(np.argmax(above))
         raise ValueError(
             f"{too_long:,} of {whole} {'is' if too_long == 1 else 'are'} longer than the {name} of {room} (the first: "
-            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or pass "
-            "overlong='drop', which leaves them out, or 'truncate' or 'split', which cut them (before plan_epoch to "
-            "fit_lengths). Samplers and dataloader only drop; max_document_length loads the first tokens of documents."
+            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest:,}, or {remedy}."
         )
     if overlong == "drop" and too_long == array.size:
         raise ValueError(

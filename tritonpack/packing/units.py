@@ -143,7 +143,13 @@ def fit_for_sampler(
             f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. Documents aren't cut here: pass "
             "max_document_length, of dataloader and PackingCollator, or split documents first, as pack_dataset does."
         )
-    report = fit_lengths(units.tokens, capacity, overlong, name="row size", noun=units.noun).report
+    remedy = "pass overlong='drop', which leaves them out"
+    if units.are_documents:
+        remedy += (
+            f"; to truncate pass max_document_length={capacity} to dataloader, or lengths=numpy.minimum(lengths, "
+            f"{capacity}) and PackingCollator(max_document_length={capacity}); to split use pack_dataset"
+        )
+    report = fit_lengths(units.tokens, capacity, overlong, name="row size", remedy=remedy, noun=units.noun).report
     return np.where(units.tokens <= capacity, units.tokens, 0).astype(np.int32), report
 
 

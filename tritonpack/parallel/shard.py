@@ -271,7 +271,12 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         if name in REPLACED or name in ("input_ids", "inputs_embeds"):
             continue
         for x in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(x, Tensor) and x.ndim and (x is not value or x.shape[:2] != shape):
+            if isinstance(x, Tensor) and x.ndim and x is not value:
+                raise UnsupportedModelError(
+                    f"{name} holds tensors in a {type(value).__name__}, which sequence parallelism can't shard. Pass "
+                    f"tensors with one row per token, which begin with {tuple(shape)}."
+                )
+            if isinstance(x, Tensor) and x.ndim and x.shape[:2] != shape:
                 raise UnsupportedModelError(
                     f"{name} has shape {tuple(x.shape)}, and sequence parallelism can only shard tensors with one row "
                     f"per token, which begin with {tuple(shape)}. For images and sounds, embed all tokens on every "

@@ -122,9 +122,9 @@ SIMILAR_NAMES = {
     r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
     r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
     r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
-    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
+    r"((token|packed)_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
     r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
-    r"pos(i?tion)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"pos[a-z]*_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
     r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
     r"(att?e?nt?io?n|attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_?masks?": "attention_mask",
 }

@@ -98,7 +98,7 @@ def patch(
     an interrupt ends `patch`, nothing is changed.
 
     A patched model may be patched again, also by another thread: it stays patched until every handle is unpatched. The
-    options of the latest patch apply until it is unpatched.
+    options of the latest patch apply until it is unpatched. No call may run while options change: it would be wrong.
 
     A model is trusted if the tests have shown its class to be exact with the installed version of transformers, and all
     of its code is from transformers. Any other model is proven in its first call, with a few tokens: no document may

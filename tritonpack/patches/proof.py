@@ -165,13 +165,13 @@ def _run_trial(applied: Any, head: Any, run: Callable[..., Any], trees: bool, de
     except torch.OutOfMemoryError:
         raise
     except (LeakError, UnsupportedModelError) as error:
-        more = (
-            "Leave share_prefixes and tree_ends out; unpad removes padding alone."
-            if trees
-            else f"{remedy}; tritonpack.testing.check_isolation shows where documents meet."
-        )
+        if trees and not isinstance(error, LeakError):  # a part of the model refuses trees
+            raise UnsupportedModelError(f"{head.name} can't run documents with common beginnings: {error}") from error
+        more = f"{remedy}; tritonpack.testing.check_isolation shows where documents meet"
+        more = "Leave share_prefixes and tree_ends out; unpad removes padding alone" if trees else more
+        reason = str(error).rstrip(".")
         raise UnsupportedModelError(
-            f"{why}, and on a few tokens its packed documents don't stay apart: {str(error).rstrip('.')}. {more}"
+            f"{why}, and on a few tokens its packed documents don't stay apart: {reason}. {more}."
         ) from error
     except Exception as error:  # a model's own code may raise anything
         raise UnsupportedModelError(

@@ -268,18 +268,18 @@ DAMAGES = [
             ("seed", 0, 10**6, "rows_done must be"),
             ("seed", 5, 0, "saved with another order"),
             ("seed", False, 0, "seed must be .* got False"),
-            ("num_ranks", 0, 0, "its segments, can't be: num_ranks must be .* got 0"),
-            ("capacity", "512", 0, "can't be: capacity must be .* got '512'"),
-            ("tail", "all", 0, "can't be: tail must be one of"),
-            ("objective", None, 0, "can't be: objective must be one of"),
-            ("least_steps", 0, 0, "can't be: least_steps must be"),
-            ("shuffle", "no", 0, "can't be: shuffle must be True or False"),
-            ("more", 1, 0, "can't be: they are "),
+            ("num_ranks", 0, 0, "can't be read or planned: num_ranks must be .* got 0"),
+            ("capacity", "512", 0, "can't be read or planned: capacity must be .* got '512'"),
+            ("tail", "all", 0, "can't be read or planned: tail must be one of"),
+            ("objective", None, 0, "can't be read or planned: objective must be one of"),
+            ("least_steps", 0, 0, "can't be read or planned: least_steps must be"),
+            ("shuffle", "no", 0, "can't be read or planned: shuffle must be True or False"),
+            ("more", 1, 0, "can't be read or planned: they are "),
         )
     ),
-    ("segments", json.dumps([[SETTINGS, 10**6], [SETTINGS, 0]]), "can't be: the rows of earlier settings must be"),
+    ("segments", json.dumps([[SETTINGS, 10**6], [SETTINGS, 0]]), "planned: the rows of earlier settings must be"),
     *(
-        ("segments", text, "the settings of the state, its segments, can't be: ")
+        ("segments", text, "can't be read or planned: ")
         for text in (None, "abc", "[", "[]", "[1]", '{"a": 1}', "[[{}, 1]]", '[[{"tail": "drop"}, 1]]', "[" * 10**5)
     ),
 ]  # fmt: skip

@@ -71,7 +71,8 @@ class Reference:
                 self.losses = expected_losses(self.subject, self.documents, self.limit)
         except Exception as error:  # whatever a model's own code raises
             self.notes += [f"no loss: {message(error)[:100]}"] if str(error) else []
-        self.errors = {name: error for name in {*names} & {*LOW} if (error := self._error_in(LOW[name])) is not None}
+        lower = [name for name in {*names} & {*LOW} if LOW[name] != self.dtype]
+        self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
 
     def _run_alone(self, dtype: torch.dtype, with_gradients: bool) -> None:
         self.dtype, self.subject = dtype, Subject(build(self.case, dtype=dtype), stock=True)

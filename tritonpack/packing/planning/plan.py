@@ -164,7 +164,10 @@ def plan_epoch(
     noun, squares = "document", None
     if isinstance(lengths, Units):
         given, noun, squares = lengths.tokens, lengths.noun, None if lengths.are_documents else lengths.squares
-    tokens = fit_lengths(given, capacity, noun=noun).lengths.astype(np.int64)
+    remedy = (
+        "leave such units out" if noun == "unit" else "pass the lengths that fit_lengths(..., overlong=...) returns"
+    )
+    tokens = fit_lengths(given, capacity, remedy=remedy, noun=noun).lengths.astype(np.int64)
     return plan_units(
         tokens, squares, None, seed, epoch, order, capacity=capacity,
         num_ranks=num_ranks, objective=objective, tail=tail, least_steps=least_steps, shuffle=shuffle,

@@ -323,7 +323,10 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             old = self._segment(epoch, before, saved)
             check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the settings of the state, its segments, can't be: {error}") from None
+            raise ValueError(
+                f"the state is damaged: its settings (segments) can't be read or planned: {error} Load another state, "
+                "or begin the epoch anew."
+            ) from None
         if old.digest != state["plan"]:
             raise ValueError(
                 "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
