@@ -82,5 +82,5 @@ def test_blocks_of_the_shipped_size() -> None:
 def test_lists_beyond_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BlockDiagonalMask.from_tree(TREES["comb"])
     monkeypatch.setattr("tritonpack.backends.tree_table._room", lambda mask, cut: 2**30)
-    with served(monkeypatch), pytest.raises(ValueError, match="need 2147483648 places"):
+    with served(monkeypatch), pytest.raises(ValueError, match="need 2147483648 entries"):
         tree_tables(mask, Cut(8, 4), Cut(4, 8))
