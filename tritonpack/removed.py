@@ -56,7 +56,7 @@ COMMANDS = {
     "demo-grpo": "in a clone of the repository run make demo-grpo",
     "plan --lookahead": "a step is offered 1% more tokens than it holds",
     "plan --steps-together": "the lengths decide it",
-    "plan --model": "costs are those of a Llama of 8 billion parameters",
+    "plan --model": "costs are computed for a Llama of 8 billion parameters",
     "plan --epochs": "run the command with another --seed for each epoch",
     "plan --out": "--json writes the numbers",
     "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",

@@ -166,7 +166,7 @@ def refusals() -> None:
                 trainer.train()
     if dist.get_world_size() == 4:
         groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-        with pytest.raises(ValueError, match=r"aren't those of a dimension of a mesh of 4 ranks"):
+        with pytest.raises(ValueError, match=r"don't form a dimension of a mesh of 4 ranks"):
             dataloader([{"input_ids": [1, 2]}] * 4, 16, group=groups[dist.get_rank() in (1, 2)])
 
 

@@ -125,7 +125,7 @@ def table(ways: Mapping[str, Measures]) -> Table:
 
 
 def findings(ways: Mapping[str, Measures]) -> Iterator[str]:
-    """What the table says about tritonpack's plan, in sentences."""
+    """The findings of the table about tritonpack's plan, in sentences."""
     ours, padded = ways[OURS], ways[PADDED]
     if without := [name for name in ways if not ways[name]["num_steps"]]:
         yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."

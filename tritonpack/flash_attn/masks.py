@@ -73,7 +73,7 @@ def mask_from_offsets(
 
 
 def _is_unchanged(x: Tensor, source: tuple[weakref.ref[Tensor], int, Tensor]) -> bool:
-    """Whether a tensor is the object that a mask was made from, with the values that it had then."""
+    """Return whether a tensor is the object that a mask was made from, with the values that it had then."""
     ref, version, value = source
     if ref() is not x or x._version != version or x.shape != value.shape:
         return False
@@ -94,7 +94,7 @@ def _offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 
 def _keeps(device: torch.device) -> bool:
-    """Whether tensors may be kept for later calls: no tracer runs and no CUDA graph is captured."""
+    """Return whether tensors may be kept for later calls: no tracer runs and no CUDA graph is captured."""
     traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
     return not traced and device.type in ("cpu", "cuda") and not is_capturing(device)
 

@@ -16,7 +16,7 @@ from tritonpack.patches.compact import Saved
 
 @dataclass
 class PackedRows(Saved):
-    """The tokens of packed rows. `tokens_given` are those of padded batches of the same documents.
+    """The tokens of packed rows. `tokens_given` counts the tokens of padded batches of the same documents.
 
     Attributes:
         room: the tokens that fit into these rows.

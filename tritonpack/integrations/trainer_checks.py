@@ -1,4 +1,4 @@
-"""What `setup` refuses of a Trainer, with the remedy, and what a label of its model belongs to."""
+"""The checks of `setup` for a Trainer, with remedies, and the kind of labels of its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS: dict[str | None, str] = {
 
 
 def is_held_back(trainer: Trainer) -> bool:
-    """Whether Trainer keeps `num_items_in_batch` from a model whose loss is divided by it.
+    """Return whether Trainer keeps `num_items_in_batch` from a model whose loss is divided by it.
 
     Some of transformers' image-text classes have `accepts_loss_kwargs = False`, and their forward gives all arguments
     to the loss function. Trainer would take the mean of the rows' means.
@@ -40,7 +40,7 @@ def _bare(model: Any) -> Any:
 
 
 def labels_of(trainer: Trainer, asked: str | None) -> str:
-    """What a label of the trainer's model belongs to, as PackingCollator's `objective` names it.
+    """Return the kind of labels of the trainer's model, as PackingCollator's `objective` names it.
 
     Args:
         asked: what the user says; None finds it by the model's loss.

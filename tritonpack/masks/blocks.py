@@ -1,4 +1,4 @@
-"""Which blocks of keys a range of queries visits, for masks with bounds on both sides.
+"""The blocks of keys that a range of queries visits, for masks with bounds on both sides.
 
 A pair is visible if the key lies within the query's bounds and the query within the key's bounds. Over a range of
 queries and a range of keys, the smallest and largest of these bounds tell whether a pair can be visible, and whether

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The fields that may hold tensors, and those of them with a number for each key instead of each query.
+# The fields that may hold tensors, and among them the fields with a number for each key instead of each query.
 TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places")
 OF_KEYS = ("query_start", "query_stop", "key_places")
 
@@ -311,7 +311,7 @@ def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: 
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work on a device becomes part of a CUDA graph now."""
+    """Return whether work on a device becomes part of a CUDA graph now."""
     return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
@@ -348,5 +348,5 @@ def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor
 
 
 def _count_below(indices: Tensor, bound: Tensor) -> Tensor:
-    """How many ascending indices lie below each bound: the bound among them."""
+    """Count the ascending indices below each bound: the bound among them."""
     return torch.searchsorted(indices.to(torch.int32), bound, out_int32=True)

@@ -147,7 +147,7 @@ def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Inte
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Whether a document begins at each token, from position ids.
+    """Find the tokens at which documents begin, from position ids.
 
     In the (3, B, T) form a text token has the same number three times, documents begin with text, and the patches of an
     image or a video ascend lexicographically. So a document begins where the triples don't ascend, and between two

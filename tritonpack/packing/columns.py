@@ -60,7 +60,8 @@ def named(example: Any, number: int) -> list[tuple[str, Any]]:
 
 
 def read_features(features: Any, collator: str, read: Callable[[Any], list[T]]) -> list[tuple[str, T]]:
-    """What `read` returns of each document of features, after its name. A feature is a document or a list of documents.
+    """Call `read` on each document of features; return its results, each after the name of its document. A feature is
+    a document or a list of documents.
 
     Raises:
         ValueError: features that aren't a list, or hold nothing; what `read` refuses, after the document's name.

@@ -1,7 +1,7 @@
 """The heuristics that `pack` offers, compiled by numba.
 
-This file and those of planning that import it need numba. They are imported when something is packed or planned, so the
-rest of tritonpack works without numba.
+This file and the files of planning that import it need numba. They are imported when something is packed or planned, so
+the rest of tritonpack works without numba.
 """
 
 from __future__ import annotations

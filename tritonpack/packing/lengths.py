@@ -19,7 +19,7 @@ POLICIES: tuple[str, ...] = get_args(Overlong)
 
 @dataclass(frozen=True)
 class OverlongReport:
-    """How documents longer than the capacity were treated.
+    """The treatment of documents longer than the capacity.
 
     Attributes:
         policy, noun: "error", "truncate", "split" or "drop"; "document" or "unit".

@@ -273,7 +273,7 @@ def dataloader(
 
 
 class _Rows(Sampler[list[int]]):
-    """The rows of one rank in each epoch, out of those of all ranks."""
+    """The rows of one rank in each epoch, out of the rows of all ranks."""
 
     def __init__(self, rows: MultipackDistributedBatchSampler, rank: int) -> None:
         self._rows, self.rank = rows, rank

@@ -91,7 +91,7 @@ def packed_dataset(
 
 
 def choose_columns(names: Sequence[str], asked: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The columns that are read, and those of them that rows keep: no masks if labels are made from them."""
+    """The columns to read, and the ones that rows keep: no masks if labels are made from them."""
     if TOKENS not in names:
         raise ValueError(
             f"the dataset has no column {TOKENS!r}; it has {quote(names) or 'none'}. Tokenize the text first."

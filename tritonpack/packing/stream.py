@@ -96,7 +96,7 @@ class PackedStream(EpochCounter, IterableDataset):
         ranks, max_items = self.num_replicas, check_limit(self._options["max_items"], "max_items")
         first, waiting, number, expected = this["first"], this["waiting"], this["before"], [*this["checked"]]
         carried = np.array(this["carried"], dtype=np.int64)
-        held: dict[int, Any] = {}  # the pieces that aren't in a bin yet, but for those of bins that are passed over
+        held: dict[int, Any] = {}  # pieces that aren't in a bin yet, or in a bin to be passed over
         windows = deque[dict[str, Any]]()  # whose pieces are held
         for mark, pieces, is_last in self._windows(values, this):
             lengths = [tokens for _, tokens in pieces]
@@ -314,10 +314,10 @@ def pack_stream(
 ) -> PackedStream:
     """Pack documents from any iterable, in one pass over it.
 
-    The bins are those of `pack(algorithm="windowed")` with the same window, but that the pieces of a document that is
-    split stay in one window. Each window is packed by best-fit-decreasing, and the documents of poorly filled bins are
-    packed again with the next window, at most twice. So at most about three windows are in memory, and the order is
-    nearly the input order.
+    The bins are the bins of `pack(algorithm="windowed")` with the same window, except that all pieces of a split
+    document stay in one window. Each window is packed by best-fit-decreasing, and the documents of poorly filled bins
+    are packed again with the next window, at most twice. So at most about three windows are in memory, and the order
+    is nearly the input order.
 
     >>> stream = pack_stream([[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]], capacity=4, overlong="split")
     >>> list(stream)
@@ -393,7 +393,7 @@ def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) ->
 
 
 def _digest_of_state(state: Mapping[str, Any]) -> str:
-    """A digest of a state's values but those of the documents' own, which may be of any form."""
+    """A digest of a state without the state of the documents, which may have any form."""
     return _digest([(name, state[name]) for name in sorted(state) if name not in ("source", "digest")])
 
 

@@ -120,12 +120,12 @@ class Units:
 
     @cached_property
     def are_documents(self) -> bool:
-        """Whether each unit is one sequence, so that its tokens tell the squares, too."""
+        """Return whether each unit is one sequence, so that its tokens give the squares, too."""
         return bool((self.squares == self.tokens**2).all())
 
     @property
     def noun(self) -> str:
-        """What messages call a unit."""
+        """The word for a unit in messages."""
         return "document" if self.are_documents else "unit"
 
 

@@ -43,7 +43,7 @@ class Ranks:
     dimensions: tuple[Ranks, ...] = ()
 
     def reaches(self, device: torch.device) -> bool:
-        """Whether the group has a backend for tensors on this kind of device."""
+        """Return whether the group has a backend for tensors on this kind of device."""
         return f"{device.type}:" in dist.get_backend_config(self.group)
 
 

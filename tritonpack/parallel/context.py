@@ -194,7 +194,7 @@ class SequenceParallel:
         return [head.module for head in self.heads if not head.gone]
 
     def cover_heads(self) -> None:
-        """Share the calls of forwards that other code has put over those of a patch, such as TRL's fused head."""
+        """Share the calls of forwards that other code has put over a patch's forwards, such as TRL's fused head."""
         for number, head in enumerate(self.heads):
             if not head.gone and not head.in_place:
                 self.heads[number] = cover = Cover(head)

@@ -30,7 +30,7 @@ AXOLOTL = {
 
 @dataclass(frozen=True)
 class Dimensions:
-    """How the ranks of a group share attention.
+    """The dimensions of a group of ranks that share attention.
 
     Ranks that divide heads own rows together: each computes its heads for all of these rows. The keys and values of
     these heads travel between the ranks that compute the same heads.

@@ -76,7 +76,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """How many rows each rank has."""
+        """The number of rows of each rank."""
         return list(map(len, self.rows))
 
     @property
@@ -162,7 +162,7 @@ class Runs(NamedTuple):
         return cls(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
 
     def among(self, keys: Tensor) -> Tensor:
-        """The places of those of the given ascending keys that lie in a run, int64."""
+        """The places of the given ascending keys that lie in a run, int64."""
         first, last = torch.searchsorted(keys, self.begin), torch.searchsorted(keys, self.end)
         counts = last - first
         before = counts.cumsum(0) - counts

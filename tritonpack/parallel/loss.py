@@ -30,7 +30,7 @@ REMEDY = (
 
 
 def shifts(loss_function: Any) -> bool:
-    """Whether a model's loss function compares each token with the label of the next one.
+    """Return whether a model's loss function compares each token with the label of the next one.
 
     Raises:
         UnsupportedModelError: it doesn't take shifted targets, or not their number.
@@ -47,7 +47,7 @@ def shifts(loss_function: Any) -> bool:
 
 
 def fuses_loss(model: PreTrainedModel) -> bool:
-    """Whether a model's forward is Liger-Kernel's, which computes the loss without a loss function and without logits.
+    """Return whether a model's forward is Liger-Kernel's, which computes the loss without loss function and logits.
 
     It takes the targets and their number as arguments. Code of tritonpack, and wrappers, may lie around it.
     """
@@ -81,7 +81,7 @@ class ShardedLoss:
     result: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the loss, in place of those of the call."""
+        """The arguments of the loss, in place of the arguments of the call."""
         if not self.fused:
             return {"labels": self.targets}
         return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": self.items}
@@ -100,7 +100,7 @@ class ShardedLoss:
         return self.result.clone()  # models add the loss of routers in place
 
     def finish(self, model: PreTrainedModel, output: Any) -> None:
-        """Make the loss of an output that of the whole batch, if the model has computed it without its loss function.
+        """Set the loss of an output to the whole batch's, if the model has computed it without its loss function.
 
         Raises:
             UnsupportedModelError: it isn't known how the model computes its loss.
@@ -140,11 +140,11 @@ class FusedHead:
     given: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the head, in place of those of the call."""
+        """The arguments of the head, in place of the arguments of the call."""
         return {"shift_labels": self.targets, "num_items_in_batch": None}
 
     def finish(self, output: Any) -> Any:
-        """The output of this rank's rows as that of the whole batch, on every rank and differentiably."""
+        """Make the output of the whole batch from this rank's rows, on every rank and differentiably."""
         names = [name for name, value in output.items() if value is not None and name != "loss"]
         for name in names:
             if not isinstance(output[name], Tensor) or output[name].shape != self.targets.shape:

@@ -59,7 +59,7 @@ class ShardStage:
 
     Attributes:
         context: the `SequenceParallel`.
-        number: of the model among those of the context.
+        number: the place of the model among the models of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
         rotary: the rotary embeddings that follow the longest document.
         fuses_loss: whether the model's forward is Liger-Kernel's.

@@ -1,4 +1,4 @@
-"""How one batch is divided among ranks: take this rank's rows of a tensor, gather all rows, sum parts of a loss."""
+"""The division of one batch among ranks: take this rank's rows of a tensor, gather all rows, sum parts of a loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ between_graphs = torch.compiler.disable(recursive=False, reason=_REASON)  # the 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How one batch is divided among ranks. Its B rows of T tokens count as one stream.
+    """The division of one batch among ranks. Its B rows of T tokens count as one stream.
 
     The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors,
     or that `total` has summed, counts once. Gradients are exact after they are averaged over ranks, or summed with
@@ -50,7 +50,7 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """How many of the batch's rows this rank owns."""
+        """The number of the batch's rows that this rank owns."""
         return self.layout.lengths[self.ranks.rank]
 
     def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:

@@ -167,11 +167,12 @@ def _run_trial(applied: Any, head: Any, run: Callable[..., Any], trees: bool, de
     except (LeakError, UnsupportedModelError) as error:
         if trees and not isinstance(error, LeakError):  # a part of the model refuses trees
             raise UnsupportedModelError(f"{head.name} can't run documents with common beginnings: {error}") from error
-        more = f"{remedy}; tritonpack.testing.check_isolation shows where documents meet"
-        more = "Leave share_prefixes and tree_ends out; unpad removes padding alone" if trees else more
+        advice = f"{remedy}; tritonpack.testing.check_isolation shows where documents meet"
+        if trees:
+            advice = "Leave share_prefixes and tree_ends out; unpad removes padding alone"
         reason = str(error).rstrip(".")
         raise UnsupportedModelError(
-            f"{why}, and on a few tokens its packed documents don't stay apart: {reason}. {more}."
+            f"{why}, and on a few tokens its packed documents don't stay apart: {reason}. {advice}."
         ) from error
     except Exception as error:  # a model's own code may raise anything
         raise UnsupportedModelError(

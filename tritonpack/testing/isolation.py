@@ -66,7 +66,7 @@ def check_isolation(
 ) -> IsolationReport:
     """Pack documents of random tokens and show that none of them sees another.
 
-    Outputs of packed documents must equal those of each document alone, up to rounding. A change of one document must
+    Outputs of packed documents must equal outputs of documents alone, up to rounding. A change of one document must
     not move another document's outputs, and a document's outputs must have no gradient in another document's
     embeddings. Each is shown with position ids alone and with an all-ones mask beside them, with the model's own
     default for `use_cache`. This takes about two dozen forward passes of `sum(lengths)` tokens. Weights, gradients,

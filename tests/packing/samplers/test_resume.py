@@ -258,7 +258,7 @@ DAMAGES = [
     *(("version", value, NOT_OURS) for value in (99, True, 3, ...)),
     ("epoch", ..., NOT_OURS), ("lengths", ..., NOT_OURS), ("rank", 1, NOT_OURS),
     *(("epoch", value, "epoch must be an integer of at least 0; got") for value in (-1, True, 3.0, "3")),
-    *(("lengths", value, "saved with other lengths: they were those of") for value in ("0" * 32, [3, 4])),
+    *(("lengths", value, "saved with other lengths: of") for value in ("0" * 32, [3, 4])),
     *(("plan", value, "another version of tritonpack or NumPy, which plans other") for value in (None, "0" * 32)),
     *(
         ("segments", json.dumps([[{**SETTINGS, name: value}, rows]]), message)

@@ -261,7 +261,7 @@ def plan_units(
 def epoch_order(
     count: int, seed: int, epoch: int, shuffle: bool = True, order: Order | None = None
 ) -> NDArray[np.int32]:
-    """The document numbers of an epoch: 0 to `count` - 1, shuffled by the seed and the epoch, or those of `order`.
+    """The document numbers of an epoch: 0 to `count` - 1, shuffled by the seed and the epoch, or the given `order`.
 
     Raises:
         ValueError: a wrong seed or epoch, an order that isn't numbers of `count` documents.

@@ -19,7 +19,7 @@ _TRIES = 200_000  # rooms that a search for a packing looks at
 
 
 def is_full(tokens: Tokens, capacity: int, num_ranks: int) -> bool:
-    """Whether units fill a step: to 95%."""
+    """Return whether units fill a step to 95%."""
     return bool(tokens.sum() >= FULL * num_ranks * capacity)
 
 

@@ -108,7 +108,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         group: in place of `num_replicas` and `rank` the ranks that share every batch (`SequenceParallel`) and count as
             one: a process group, or a dimension of a DeviceMesh such as `mesh["sp"]`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
-            a process group that of rank 0. A loaded state brings its own along.
+            a process group the seed of rank 0. A loaded state has its own seed.
         objective, tail: see `plan_epoch`.
         epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
             epochs once, at the first use of an epoch.
@@ -119,7 +119,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: a wrong option, lengths that don't fit, a rank that isn't that of this process, too few tokens to
+        ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's rank, too few tokens to
             fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the ranks of a
             process group; no seed for a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
@@ -278,10 +278,10 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
-        The batches are those of an uninterrupted epoch if the settings plan the same epoch as those of the state, also
-        if they aren't the same, such as `epochs`. Otherwise, as with another number of ranks or another
-        `batch_max_length`, what is left of the epoch is planned anew, and a warning names the changes. Every document
-        is then trained on once, but for those that `tail` leaves out. A sampler without a seed takes that of the state.
+        If the settings plan the same epoch as the settings of the state, the batches are the same as without an
+        interruption. Otherwise, as with another number of ranks or another `batch_max_length`, the rest of the epoch is
+        planned anew, and a warning names the changes. Every document is then trained on once, except documents that
+        `tail` leaves out. A sampler without a seed takes the seed of the state.
 
         Every rank must call this, with the same state: ranks that share a process group compare it.
 
@@ -314,8 +314,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         epoch = check_integer(state["epoch"], "epoch", 0, None)
         if state["lengths"] != self._lengths_summary:
             raise ValueError(
-                f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
-                f"of {self._lengths_summary!r}. Pass the same {self._units.noun}s in the same order, cut at the same "
+                f"the state was saved with other lengths: of {state['lengths']!r:.100}, and now they are of "
+                f"{self._lengths_summary!r}. Pass the same {self._units.noun}s in the same order, cut at the same "
                 "length, or begin the epoch anew."
             )
         try:

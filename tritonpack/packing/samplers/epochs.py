@@ -114,7 +114,7 @@ class EpochSampler(EpochCounter, ABC):
 
     @abstractmethod
     def _current(self) -> Any:
-        """What the batches of the current epoch are read from."""
+        """The source of the batches of the current epoch, such as a plan."""
 
     @abstractmethod
     def _batch(self, made: Any, number: int) -> list[Any]: ...
@@ -151,7 +151,7 @@ class EpochSampler(EpochCounter, ABC):
 
 
 def _is_number_of_a_pass() -> bool:
-    """Whether a loader of accelerate calls `set_epoch` as it begins a pass."""
+    """Return whether a loader of accelerate calls `set_epoch` as it begins a pass."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "set_epoch" and frame.f_back is not None:
         frame = frame.f_back
@@ -160,7 +160,7 @@ def _is_number_of_a_pass() -> bool:
 
 
 def _is_sharded_stateful_pass() -> bool:
-    """Whether torchdata's loader makes the pass, through a shard of accelerate's, which has no state."""
+    """Return whether torchdata's loader makes the pass through a shard of accelerate, which has no state."""
     frame: FrameType | None = sys._getframe(2)
     by_torchdata = in_shard = False
     while frame is not None:
@@ -184,7 +184,7 @@ def check_state(state: Any, names: set[str], owner: str) -> None:
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    """Return the settings that differ, such as "seed was 1 and is 0"; an empty string if none does."""
     words = {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
     return "; ".join(
         f"{words.get(name, name)} was {saved[name]!r} and is {now!r}"
@@ -202,5 +202,5 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether plain values are equal and of the same types: True isn't 1."""
+    """Return whether plain values are equal and have the same types: True isn't 1."""
     return pformat(one) == pformat(other)

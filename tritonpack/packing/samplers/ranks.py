@@ -1,4 +1,4 @@
-"""What a process knows of the other ranks, and how ranks compare their settings: through the store of the group."""
+"""The place of a process among the ranks, and the comparison of settings through the store of the process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _comparisons = count()  # the ranks number their comparisons alike, because each
 
 
 def has_group() -> bool:
-    """Whether torch.distributed has a process group."""
+    """Return whether torch.distributed has a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -80,8 +80,8 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
     (a, n, s), and a group is numbered by its place in (a, s).
 
     Raises:
-        ValueError: no process group and no DeviceMesh, or ranks that aren't those of a dimension of a mesh of the
-            whole world.
+        ValueError: no process group and no DeviceMesh, or ranks that don't form a dimension of a mesh of the whole
+            world.
     """
     if hasattr(group, "get_group"):
         ranks = sorted(group.mesh.flatten().tolist())
@@ -98,8 +98,8 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
     start = ranks[0] // block * block + ranks[0] % distance
     if world % block or ranks != list(range(start, start + block, distance)):
         raise ValueError(
-            f"the ranks {ranks} aren't those of a dimension of a mesh of {world} ranks, so nothing says which batches "
-            "the other ranks get. Take the group from torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), "
+            f"the ranks {ranks} don't form a dimension of a mesh of {world} ranks, so the batches of the other ranks "
+            "aren't known. Take the group from torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), "
             "mesh_dim_names=('dp', 'sp'))['sp']."
         )
     leaders = [first + place for first in range(0, world, block) for place in range(distance)]
@@ -107,7 +107,7 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
 
 
 def can_compare(num_replicas: int) -> bool:
-    """Whether a sampler for so many ranks is made by every process of the group, so that they can compare it.
+    """Return whether every process of the group makes a sampler for this number of ranks, so that they can compare it.
 
     Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.
     """

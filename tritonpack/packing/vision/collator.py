@@ -114,7 +114,7 @@ their `get_rope_index` returns for the document alone |
         return batch | join_media(self.family, media)
 
     def _read(self, example: Any) -> list[tuple[Columns, MediaOf]]:
-        """The columns of tokens and those of images and videos of an example, checked."""
+        """The columns of tokens and the columns of images and videos of an example, checked."""
         if not isinstance(example, Mapping):
             raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
         example = {column: values for column, values in example.items() if values is not None}

@@ -1,4 +1,4 @@
-"""How many tokens the images, or the videos, of an example have, by the configuration of its model.
+"""The number of tokens of the images, or the videos, of an example, by the configuration of its model.
 
 Each function takes the configuration and the columns of the images, or of the videos, of one example, pixels first. It
 raises ValueError if columns contradict each other.

@@ -24,7 +24,7 @@ class Call:
     """One call of `attend` between ranks among which keys travel.
 
     Attributes:
-        options: those of attention without sinks, which are a differentiable argument.
+        options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
     """
 

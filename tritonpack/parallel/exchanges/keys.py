@@ -45,7 +45,7 @@ class OwnKeys:
     rows: slice
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
-        """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has those of the part."""
+        """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has the part's."""
         return lambda: (k[self.rows], v[self.rows])
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:

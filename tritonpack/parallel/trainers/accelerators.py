@@ -1,4 +1,4 @@
-"""What a Trainer asks accelerate for, with the ranks that share batches counted as one process."""
+"""The methods of accelerate that a Trainer calls, with the ranks that share batches counted as one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Replica:
         return len(self.leaders)
 
     def pick(self, gathered: Tensor) -> Tensor:
-        """What the first ranks of the groups gave, of what all ranks of the world gave, one after the other."""
+        """The values of the first rank of each group, out of the values of all ranks of the world in their order."""
         world = self.count * self.ranks.size
         return gathered.unflatten(0, (world, -1))[list(self.leaders)].flatten(0, 1)
 

@@ -53,7 +53,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong: passed, or not offered."""
+        """Return whether nothing is wrong: passed, or not offered."""
         return self.outcome in ("pass", "not offered")
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something passed, nothing failed and nothing raised."""
+        """Return whether something passed, nothing failed and nothing raised."""
         return all(result.passed for result in self.results) and any(r.outcome == "pass" for r in self.results)
 
     def of(self, outcome: Outcome) -> list[str]:

@@ -58,7 +58,7 @@ class Problem:
         return out, found
 
     def compute(self, *, deterministic: bool = False) -> dict[str, Tensor]:
-        """Return out, and those of dq, dk, dv and dsinks that a gradient reaches, if the function is differentiable."""
+        """Return out, and the gradients among dq, dk, dv and dsinks that exist, if the function is differentiable."""
         tensors = {name: getattr(self.inputs, name) for name in ("q", "k", "v", "sinks")}
         leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
         out, _ = self.changed(**leaves).forward(deterministic=deterministic)
