@@ -407,6 +407,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, r"no gradient; pass alibi_slopes.detach\(\)"),
     ({"alibi_slopes": torch.zeros(2), "mask": lambda: of_four().transpose()}, "this mask has no diagonal"),
     ({"alibi_slopes": torch.zeros(0, 2)}, "alibi_slopes are for 0 documents, but the mask has more"),
+    ({"alibi_slopes": torch.zeros(2, 2)}, "alibi_slopes are for 2 documents, but the mask has 1"),
     ({"backend": "flash"}, "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'"),
     ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
     ({"backend": "reference", "pack_invariant": True},

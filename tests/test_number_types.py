@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import tritonpack
+from tests.masks.forests import mask_of_ends
 from tests.patches import zoo
 from tests.patches.models import NAMES_OF_CACHE, tiny_model
 
@@ -77,7 +78,7 @@ NUMBERED: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "from_segment_ids": (NUMBERS + 1, dense("from_segment_ids")),
     "spans": (NUMBERS, lambda numbers: dense("from_position_ids", spans=numbers)(POSITIONS)),
     "from_tree": (PARENTS, dense("from_tree")),
-    "from_tree_ends": (ENDS, dense("from_tree_ends")),
+    "ends of trees": (ENDS, lambda numbers: mask_of_ends(numbers).to_dense()),
     "flash_attn_varlen_func": (OFFSETS, attention(fa2.flash_attn_varlen_func, BOTH, **LONGEST)),
     "seqused": (
         torch.tensor(LENGTHS),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.masks.random_masks import distances
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, check_backend, make_inputs
 
@@ -65,9 +66,9 @@ def test_alibi_of_some_rows_and_some_keys(name: str, backend: Any) -> None:
         for size in (inputs.mask.num_queries, inputs.mask.num_keys)
     )
     mask = inputs.mask.restrict(rows).restrict(None, keys)
-    distances = inputs.mask.distances()[rows][:, keys]
-    assert torch.equal(mask.distances(), distances)
-    assert torch.equal(mask.restrict(None, torch.arange(5, 40)).distances(), distances[:, 5:40])
+    expected = distances(inputs.mask)[rows][:, keys]
+    assert torch.equal(distances(mask), expected)
+    assert torch.equal(distances(mask.restrict(None, torch.arange(5, 40))), expected[:, 5:40])
     part = replace(
         inputs, q=inputs.q[rows], k=inputs.k[keys], v=inputs.v[keys], dout=inputs.dout[rows], dlse=inputs.dlse[:, rows],
         mask=mask,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tests.masks.forests import forests, leaves_of, path_of, visible
+from tests.masks.forests import forests, leaves_of, mask_of_ends, path_of, visible
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.masks.tree import SLACK
 from tritonpack.testing import CASES, Inputs, make_inputs
@@ -152,7 +152,7 @@ def test_a_graph_that_makes_masks_of_ends_fits_all_sizes(reach: dict[str, Any]) 
     counter = CompileCounter()
 
     def bounds(ends: Tensor) -> tuple[Tensor, ...]:
-        mask = BlockDiagonalMask.from_tree_ends(ends, **reach)
+        mask = mask_of_ends(ends, **reach)
         return mask.key_start + 0, mask.key_stop + 0, mask.query_stop + 0, mask.diagonal + 0
 
     compiled = torch.compile(bounds, backend=counter, fullgraph=True, dynamic=True)

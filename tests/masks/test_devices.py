@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.masks.forests import mask_of_ends
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
@@ -32,7 +33,7 @@ def everything(device: str) -> list[BlockDiagonalMask]:
         BlockDiagonalMask.from_segment_ids(segments, window=(2, 0), chunk_size=3, spans=positions),
         BlockDiagonalMask.from_cu_seqlens(offsets, total_q=8, spans=segments),
         BlockDiagonalMask.from_tree(parents),
-        BlockDiagonalMask.from_tree_ends(ends, window=(1, 0), chunk_size=3),
+        mask_of_ends(ends, window=(1, 0), chunk_size=3),
     ]
     return masks + [mask.transpose() for mask in masks]
 
@@ -44,7 +45,7 @@ class TestNothingWaits:
         """A meta tensor has no values, so code that reads or copies them, or derives a shape from them, raises."""
         for mask in everything("meta"):
             assert mask.key_start.device.type == mask.key_stop.device.type == "meta"
-            assert mask.to_block_mask().kv_indices.device.type == mask.to_bits().device.type == "meta"
+            assert mask.to_block_mask().kv_indices.device.type == "meta"
             assert mask.to_dense(torch.float16, additive=True).shape == (mask.num_queries, mask.num_keys)
 
     def test_checks_become_assertions_on_the_device(self) -> None:
@@ -70,7 +71,6 @@ class TestNothingWaits:
 
         for mask, same in zip(masks("cuda"), masks("cpu"), strict=True):
             assert torch.equal(mask.validate().to_dense().cpu(), same.to_dense())
-            assert torch.equal(mask.to_bits().cpu(), same.to_bits())
             for name in ("diagonal", "document"):
                 found, expected = getattr(mask, name), getattr(same, name)
                 assert found is expected is None or torch.equal(found.cpu(), expected), name
@@ -93,10 +93,9 @@ class TestNothingWaits:
                 BlockDiagonalMask.from_position_ids(ids, spans=ids),
                 BlockDiagonalMask.from_segment_ids(ids, window=(9, 0)),
                 BlockDiagonalMask.from_tree(ids * 100 - 101),
-                BlockDiagonalMask.from_tree_ends(ids * 100, window=(9, 0)),
+                mask_of_ends(ids * 100, window=(9, 0)),
             ):
                 mask.to_dense(torch.bfloat16, additive=True)
-                mask.to_bits()
                 mask.to_block_mask()
                 assert mask.document is not None
         finally:
