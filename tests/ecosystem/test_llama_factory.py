@@ -101,7 +101,7 @@ BAD: list[tuple[Any, str]] = [
     (BEGINLESS, r"\(row 0, token 0\)"),
     (added(pairs(), torch.float32, -1e4), "addends other than 0"),
     (added(pairs(), torch.float32, torch.nan), "addends other than 0"),
-    (pairs().long(), r"Convert it with mask\.bool\(\)"),
+    (pairs().long(), r"Convert integers with mask\.bool\(\)"),
     (pairs().expand(2, 4, -1, -1), r"of shape \(2, 1, 36, 36\), one for"),
     (pairs()[..., 1:], r"got attention_mask \(2, 1, 36, 35\)"),
     ({"attention_mask": pairs(), "position_ids": UNBROKEN}, CONTRADICTION),
