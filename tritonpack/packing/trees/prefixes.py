@@ -16,7 +16,7 @@ class PrefixTree(NamedTuple):
     Attributes:
         sources: (N,) int64, one place of each token of the tree among the tokens of all sequences.
         places: (T,) int64, the place in the tree of each token of all sequences. `places[sources]` is 0, 1, ..., N - 1.
-        ends: (N,) int64, one past the last token of each token's subtree, as `BlockDiagonalMask.from_tree_ends` takes
+        ends: (N,) int64, one past the last token of each token's subtree, as `tree_ends` of a patched model takes
             them.
     """
 
