@@ -111,8 +111,7 @@ def test_windows_chunks_and_one_split() -> None:
     q, k, v = rows(30)
     cu, pieces = offsets((17, 13)), offsets((8, 8, 1, 8, 5))
     first, *others = (
-        fa2.flash_attn_varlen_func(q, k, v, cu, cu, window_size=w)
-        for w in ((3, 1), (np.int64(3), np.int32(1)), [3, 1])
+        fa2.flash_attn_varlen_func(q, k, v, cu, cu, window_size=w) for w in ((3, 1), (np.int64(3), np.int32(1)), [3, 1])
     )
     assert all(torch.equal(first, other) for other in others)
     (of_none, _), (of_minus, _) = (

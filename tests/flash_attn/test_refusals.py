@@ -102,7 +102,7 @@ def test_arguments_that_do_not_fit(name: str, changes: dict[str, Any], message: 
         (unpad_input, [torch.zeros(2, 3), torch.ones(3, 2)], r"attention_mask and unused_mask must be .*got \(3, 2\)"),
         (unpad_input, [torch.zeros(2, 3), torch.ones(2, 3).bool(), torch.ones(2)], r"unused_mask must be .*and \(2,\)"),
         (unpad_input, [torch.zeros(1, 2), torch.tensor([[1, 2]])], "attention_mask must hold 0 and 1, .*Other numbers"),
-        (unpad_input, [torch.zeros(1, 2), torch.tensor([[1, 1]]), torch.tensor([[0, 1]])], "unused_mask may be 1 where"),
+        (unpad_input, [torch.zeros(1, 2), torch.tensor([[1, 1]]), torch.tensor([[0, 1]])], "unused_mask may be 1"),
     ],
 )  # fmt: skip
 def test_packed_and_padded_shapes(function: Any, arguments: list[Any], message: str) -> None:

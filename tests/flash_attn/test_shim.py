@@ -78,7 +78,7 @@ def test_imported() -> None:
     real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
     sys.modules.update({NAME: real, f"{NAME}.layers": part})
     before = state()
-    with pytest.raises(RuntimeError, match="installed or imported; .*force=True"):
+    with pytest.raises(RuntimeError, match=r"installed or imported; .*force=True"):
         flash_attn.install()
     assert state() == before
     with flash_attn.install(force=True):

@@ -65,9 +65,9 @@ def _attention(
     cu_q = regular_offsets(q.shape[0], q.shape[1], q.device) if cu_seqlens_q is None else cu_seqlens_q
     cu_k = regular_offsets(k.shape[0], k.shape[1], k.device) if cu_seqlens_k is None else cu_seqlens_k
     numbers = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    for name, x in numbers.items():
-        if x is not None and not (holds_numbers(x) and x.ndim == 1 and x.device == q.device):
-            what = f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(x)}"
+    for name, values in numbers.items():
+        if values is not None and not (holds_numbers(values) and values.ndim == 1 and values.device == q.device):
+            what = f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(values)}"
             raise ValueError(f"{what}. Make one per batch, and pass it to every layer.")
     slopes, documents = options.get("alibi_slopes"), cu_q.shape[0] - 1
     if isinstance(slopes, Tensor) and slopes.ndim == 2 and slopes.shape[0] != documents:
