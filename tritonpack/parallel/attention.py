@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tritonpack.attention import Backend, check_inputs
 from tritonpack.backends import resolve_backend
@@ -14,16 +16,15 @@ from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
-from tritonpack.parallel.exchanges import ring
-from tritonpack.parallel.exchanges.by_heads import ByHeads
-from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
+from tritonpack.parallel.exchanges import by_heads, ring
+from tritonpack.parallel.exchanges.call import Call, rows_mask, sink_gradients
 from tritonpack.parallel.exchanges.ulysses import attend_to_heads
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-EXCHANGED: dict[Any, Any] = {**{name: ByHeads(name) for name in ("auto", "all_gather", "group_cast")}, "ring": ring}
+EXCHANGED = {"auto": by_heads, "all_gather": by_heads, "group_cast": by_heads, "ring": ring}
 
 
 def attend(
@@ -78,21 +79,39 @@ def attend(
             unknown exchange, or an option that it can't compute. A rank whose tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     dimensions = dimensions_of(as_ranks(group, dimensions=2), exchange)
+    return attend_among(dimensions, q, k, v, mask, layout, dropout_p, backend, **options)
+
+
+def attend_among(
+    dimensions: Dimensions, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout,
+    dropout_p: float, backend: Backend, **given: Any,
+) -> Tensor:  # fmt: skip
+    """`attend` between ranks whose dimensions are known."""
     q, k, v = autocast(q, k, v)
-    options, chosen = check_call(
-        q, k, v, mask, layout, dimensions, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    return run_shared(q, k, v, mask, layout, dimensions, options, chosen)
+    _check(dimensions, q, k, v, mask, layout, dropout_p)
+    (across, within), heads, keys = dimensions.layouts(mask, layout), dimensions.heads, dimensions.keys
+    seen = mask
+    if keys is not None and given.get("alibi_slopes") is not None:  # per document of the rows
+        seen = rows_mask(mask, across, keys.rank)
+    options, chosen = make_options(q, seen, **given), resolve_backend(backend, q)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Some heads of the rows that the ranks which divide heads own together."""
+        if keys is None:
+            return run_attention(q, k, v, mask, options, chosen)[0]
+        call = Call(dimensions.exchange, keys, across, mask, replace(options, sinks=None), chosen)
+        return _Exchanged.apply(call, q, k, v, options.sinks)
+
+    return attention(q, k, v, options) if heads is None else attend_to_heads(attention, heads, within, q, k, v, options)
 
 
-def check_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions, backend: Backend,
-    dropout_p: float = 0.0, **options: Any,
-) -> tuple[AttentionOptions, str]:  # fmt: skip
-    """The options and the backend of a call of `attend`; raises for what it refuses."""
-    ranks, heads, keys = dimensions.ranks, dimensions.heads, dimensions.keys
+def _check(
+    dimensions: Dimensions, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dropout_p: float
+) -> None:
+    """Raise for a mask, layout, group and tensors that don't fit each other, and for dropout."""
+    ranks, heads = dimensions.ranks, dimensions.heads
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a Layout, as make_layout makes it; got {type(layout).__name__}.")
     if not isinstance(mask, BlockDiagonalMask):
@@ -121,27 +140,21 @@ def check_call(
             f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {heads.size} ranks; "
             "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
         )
-    seen = mask
-    if keys is not None and options.get("alibi_slopes") is not None:  # per document of the rows
-        seen = rows_mask(mask, dimensions.layouts(mask, layout)[0], keys.rank)
-    return make_options(q, seen, **options), resolve_backend(backend, q)
 
 
-def run_shared(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions,
-    options: AttentionOptions, backend: str,
-) -> Tensor:  # fmt: skip
-    """`attend` after its checks, which are the same for layers that are alike."""
-    across, within = dimensions.layouts(mask, layout)
-    keys = dimensions.keys
+class _Exchanged(torch.autograd.Function):
+    """(call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Some heads of the rows that the ranks which divide heads own together."""
-        if keys is None:
-            return run_attention(q, k, v, mask, options, backend)[0]
-        call = Call(keys, across, mask, replace(options, sinks=None), backend)
-        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
+        out, lse = EXCHANGED[call.exchange].forward(call, *tensors)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call
+        return out
 
-    if dimensions.heads is None:
-        return attention(q, k, v, options)
-    return attend_to_heads(attention, dimensions.heads, within, q, k, v, options)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, sinks, out, lse = ctx.saved_tensors
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
+        return None, *EXCHANGED[ctx.call.exchange].backward(ctx.call, dout, *tensors, out, lse), dsinks

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.ops import autocast
-from tritonpack.parallel.attention import check_call, run_shared
+from tritonpack.parallel.attention import attend_among
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -31,20 +30,11 @@ class ShardedMask(IntervalMask):
     ) -> Tensor:  # fmt: skip
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        sharding, backend = self.packed_batch.sharding, self.serving.backend
-        dimensions = sharding.dimensions
-        whole = self.mask, sharding.layout, dimensions
-        q, k, v = autocast(q, k, v)
-        form = (
-            q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
-            softcap, backend,
-        )  # fmt: skip
-        checked, alike = dimensions.checked.get(form), q.shape[0] == k.shape[0] == v.shape[0] == self.shape[2]
-        if checked is None or not alike or sinks is not None or dropout_p:
-            checked = check_call(q, k, v, *whole, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks)
-            if sinks is None:
-                dimensions.checked[form] = checked
-        return run_shared(q, k, v, *whole, *checked)
+        sharding = self.packed_batch.sharding
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        return attend_among(
+            sharding.dimensions, q, k, v, self.mask, sharding.layout, dropout_p, self.serving.backend, **options
+        )
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -121,20 +111,14 @@ class ShardedBatch(PackedBatch):
 
 
 def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], context: Any) -> ShardedBatch:
-    """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`.
-
-    `context` is a `SequenceParallel`.
-    """
-    assert not whole.cached
-    tokens, ranks = whole.tokens, context.ranks
-    columns = max(-(-MIN_ROWS * ranks.size // tokens[0]) - tokens[1], 0)
+    """This rank's rows of a batch in a `SequenceParallel`. The layout counts the work of layers with these `specs`."""
+    tokens = whole.tokens
+    columns = max(-(-MIN_ROWS * context.ranks.size // tokens[0]) - tokens[1], 0)
     if columns:
         whole = _pad_rows(whole, columns)
-    masks = []
-    for spec in specs:
-        masks.append(whole.interval_mask(whole.tokens[1], 0, 0, spec).mask)
+    masks = [whole.interval_mask(whole.tokens[1], 0, 0, spec).mask for spec in specs]
     layout = context.dimensions.make_layout(context.layout, masks)
-    sharding = Sharding(ranks, layout, tokens, columns, context.dimensions, context.grad_reduce)
+    sharding = Sharding(context.dimensions, layout, tokens, columns)
     mask = whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids
