@@ -79,39 +79,20 @@ def attend(
             unknown exchange, or an option that it can't compute. A rank whose tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    dimensions = dimensions_of(as_ranks(group, dimensions=2), exchange)
-    return attend_among(dimensions, q, k, v, mask, layout, dropout_p, backend, **options)
-
-
-def attend_among(
-    dimensions: Dimensions, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout,
-    dropout_p: float, backend: Backend, **given: Any,
-) -> Tensor:  # fmt: skip
-    """`attend` between ranks whose dimensions are known."""
+    whole = dimensions_of(as_ranks(group, dimensions=2), exchange), mask, layout
     q, k, v = autocast(q, k, v)
-    _check(dimensions, q, k, v, mask, layout, dropout_p)
-    (across, within), heads, keys = dimensions.layouts(mask, layout), dimensions.heads, dimensions.keys
-    seen = mask
-    if keys is not None and given.get("alibi_slopes") is not None:  # per document of the rows
-        seen = rows_mask(mask, across, keys.rank)
-    options, chosen = make_options(q, seen, **given), resolve_backend(backend, q)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Some heads of the rows that the ranks which divide heads own together."""
-        if keys is None:
-            return run_attention(q, k, v, mask, options, chosen)[0]
-        call = Call(dimensions.exchange, keys, across, mask, replace(options, sinks=None), chosen)
-        return _Exchanged.apply(call, q, k, v, options.sinks)
-
-    return attention(q, k, v, options) if heads is None else attend_to_heads(attention, heads, within, q, k, v, options)
+    checked = check_call(
+        *whole, q, k, v, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
+    )
+    return run_shared(*whole, q, k, v, *checked)
 
 
-def _check(
-    dimensions: Dimensions, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dropout_p: float
-) -> None:
-    """Raise for a mask, layout, group and tensors that don't fit each other, and for dropout."""
-    ranks, heads = dimensions.ranks, dimensions.heads
+def check_call(
+    dimensions: Dimensions, mask: BlockDiagonalMask, layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    backend: Backend, dropout_p: float, **options: Any,
+) -> tuple[AttentionOptions, str]:  # fmt: skip
+    """The options and the backend of a call of `attend`; raises for what it refuses."""
+    ranks, heads, keys = dimensions.ranks, dimensions.heads, dimensions.keys
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a Layout, as make_layout makes it; got {type(layout).__name__}.")
     if not isinstance(mask, BlockDiagonalMask):
@@ -140,6 +121,27 @@ def _check(
             f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {heads.size} ranks; "
             "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
         )
+    seen = mask
+    if keys is not None and options.get("alibi_slopes") is not None:  # per document of the rows
+        seen = rows_mask(mask, dimensions.layouts(mask, layout)[0], keys.rank)
+    return make_options(q, seen, **options), resolve_backend(backend, q)
+
+
+def run_shared(
+    dimensions: Dimensions, mask: BlockDiagonalMask, layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    options: AttentionOptions, backend: str,
+) -> Tensor:  # fmt: skip
+    """`attend` after its checks, which are the same for layers that are alike."""
+    (across, within), heads, keys = dimensions.layouts(mask, layout), dimensions.heads, dimensions.keys
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Some heads of the rows that the ranks which divide heads own together."""
+        if keys is None:
+            return run_attention(q, k, v, mask, options, backend)[0]
+        call = Call(dimensions.exchange, keys, across, mask, replace(options, sinks=None), backend)
+        return _Exchanged.apply(call, q, k, v, options.sinks)
+
+    return attention(q, k, v, options) if heads is None else attend_to_heads(attention, heads, within, q, k, v, options)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -25,7 +25,7 @@ ALWAYS_COMPARED = 4  # parameters, the smallest ones: an optimizer step changes 
 CHUNK = 2**22  # numbers that are hashed at a time, so that a large tensor needs no copies of its size
 FINGERPRINT = 2**16  # values of a parameter that are compared: an optimizer step changes nearly all of them
 
-GRADIENTS, PARAMETERS = "whether gradients are computed", "parameters"
+PARAMETERS = "parameters"
 
 
 def require_shardable(model: nn.Module, applied: AppliedPatch) -> None:
@@ -93,30 +93,31 @@ def compared_parameters(models: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         yield from ([*smallest, one] for one in others)
 
 
-def require_same_batch(
-    ranks: Ranks, error: Exception | None, arguments: dict[str, Any], parameters: Sequence[Tensor]
-) -> None:
-    """Compare the arguments of all ranks' calls, to the bit, and parameters. Every rank of the group calls this.
+def require_same(ranks: Ranks, error: Exception | None, given: dict[str, Any]) -> None:
+    """Compare named values of all ranks, tensors to the bit, which waits for their devices. Every rank calls this.
 
-    It waits for the device of the tensors. `error` is why this rank can't compute the batch, or None.
+    `error` is why this rank can't go on, or None. PARAMETERS is the name of a list of parameters.
 
     Raises:
-        ValueError: on every rank, if arguments or parameters differ, or if a rank has an error. That rank raises its
-            own error, and the others name it.
+        ValueError: on every rank, if values differ, or if a rank has an error. That rank raises its own error, and the
+            others name it.
     """
     found: dict[str, int] = {}
+    said = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     if error is None:
-        found = {name: _hash(value) for name, value in arguments.items() if value is not None}
-        found[GRADIENTS] = torch.is_grad_enabled()
-        total = torch.zeros((), dtype=torch.int64, device="cpu")
-        for place, x in enumerate(parameters):  # layers may lie on several devices
-            total = total.to(x.device) + _hash_numbers(x.detach().flatten()[:FINGERPRINT], place)
-        found[PARAMETERS] = int(total)
-    everywhere = _gather(ranks, error, found)
-    if everywhere.count(found) == ranks.size:
+        for name, value in given.items():
+            if value is not None:
+                found[name] = _hash_parameters(value) if name == PARAMETERS else _hash(value)
+    everywhere = gather_objects((said, found), ranks)
+    if error is not None:
+        raise error
+    if everywhere.count((None, found)) == ranks.size:
         return
-    names = dict.fromkeys(name for one in everywhere for name in one)
-    differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
+    failed = "; ".join(f"rank {rank}: {one}" for rank, (one, _) in enumerate(everywhere) if one is not None)
+    if failed:
+        raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
+    names = dict.fromkeys(name for _, one in everywhere for name in one)
+    differ = [name for name in names if len({one.get(name) for _, one in everywhere}) > 1]
     if differ == [PARAMETERS]:
         raise ValueError(
             "the model's parameters differ between the ranks of the sequence-parallel group, so a batch would be "
@@ -124,35 +125,12 @@ def require_same_batch(
             "or load one state), or their gradients weren't reduced over the group: let DDP or FSDP reduce over a mesh "
             "that holds these ranks (data and sequence ranks together), or reduce gradients yourself after backward."
         )
-    if differ:
-        verb = "differs" if len(differ) == 1 else "differ"
-        raise ValueError(
-            f"the ranks of the sequence-parallel group were given different batches: {', '.join(differ)} {verb} from "
-            "rank to rank. Every rank must make the same call with the same full batch: let the sampler count the "
-            "group as one replica (with the rank and the size of the data dimension of the mesh), and let no rank skip "
-            "a batch or call the model once more."
-        )
-
-
-def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[str, Any]) -> None:
-    """Compare the settings of all ranks; raises as `require_same_batch`. Every rank of the group calls this."""
-    everywhere = _gather(ranks, error, settings)
-    for name in settings:
-        values = [one.get(name) for one in everywhere]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
-
-
-def _gather(ranks: Ranks, error: Exception | None, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values of all ranks; raises on every rank if one has an error."""
-    said = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-    errors, everywhere = zip(*gather_objects((said, values), ranks), strict=True)
-    if error is not None:
-        raise error
-    if errors.count(None) < ranks.size:
-        failed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None)
-        raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
-    return list(everywhere)
+    raise ValueError(
+        f"the ranks of the sequence-parallel group were given different batches or settings: {', '.join(differ)} "
+        f"{'differs' if len(differ) == 1 else 'differ'} from rank to rank. Every rank must make the same call with the "
+        "same full batch: let the sampler count the group as one replica (with the rank and the size of the data "
+        "dimension of the mesh), and let no rank skip a batch or call the model once more."
+    )
 
 
 def _hash(value: Any) -> int:
@@ -162,6 +140,14 @@ def _hash(value: Any) -> int:
         return int(_hash_numbers(value, zlib.crc32(text.encode())))
     plain = value is None or isinstance(value, (Number, str))
     return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
+
+
+def _hash_parameters(parameters: Sequence[Tensor]) -> int:
+    """A hash of the first FINGERPRINT values of each parameter; waits for the devices once."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for place, x in enumerate(parameters):  # layers may lie on several devices
+        total = total.to(x.device) + _hash_numbers(x.detach().flatten()[:FINGERPRINT], place)
+    return int(total)
 
 
 def _hash_numbers(x: Tensor, seed: int) -> Tensor:

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from tritonpack.checks import check_flag
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import as_ranks
-from tritonpack.parallel.consistency import (
-    compared_parameters,
-    require_reduction,
-    require_same_settings,
-    require_shardable,
-)
+from tritonpack.parallel.consistency import compared_parameters, require_reduction, require_same, require_shardable
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.layouts import check_layout_name
 from tritonpack.parallel.shard import Cover, ShardStage
@@ -121,10 +116,11 @@ class SequenceParallel:
             self._prepare()
         except Exception as problem:
             error = problem
-        settings = {name: getattr(self, name) for name in ("exchange", "layout", "gather_outputs", "check_batches")}
-        settings["models"] = [type(model).__name__ for model in self.models]
+        settings = {"models": ", ".join(type(model).__name__ for model in self.models)}
+        for name in ("exchange", "layout", "gather_outputs", "check_batches"):
+            settings[name] = str(getattr(self, name))
         try:
-            require_same_settings(self.ranks, error, settings)
+            require_same(self.ranks, error, settings)
         except Exception:
             self._restore()
             raise

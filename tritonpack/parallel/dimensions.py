@@ -6,7 +6,7 @@ Source: Fang and Zhao, USP (arXiv:2405.07719); Gu et al., LoongTrain (arXiv:2406
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,6 +33,7 @@ class Dimensions:
         keys: the ranks between which the keys and values of this rank's heads travel; None if it has all of them.
         exchange: how they travel; "ulysses" if they never do.
         owners: for each rank of `keys`, the ranks of the group that own rows together, in the order of `heads`.
+        checked: the options and the backend of each form of q, k and v that a model's layers have passed.
     """
 
     ranks: Ranks
@@ -40,6 +41,7 @@ class Dimensions:
     keys: Ranks | None
     exchange: Exchange
     owners: tuple[tuple[int, ...], ...]
+    checked: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. Ranks that divide heads get runs of the rows that they own together."""

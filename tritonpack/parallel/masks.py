@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.attention import attend_among
+from tritonpack.ops import autocast
+from tritonpack.parallel.attention import check_call, run_shared
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -30,11 +31,20 @@ class ShardedMask(IntervalMask):
     ) -> Tensor:  # fmt: skip
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        sharding = self.packed_batch.sharding
-        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        return attend_among(
-            sharding.dimensions, q, k, v, self.mask, sharding.layout, dropout_p, self.serving.backend, **options
-        )
+        sharding, backend = self.packed_batch.sharding, self.serving.backend
+        whole = sharding.dimensions, self.mask, sharding.layout
+        q, k, v = autocast(q, k, v)
+        form = (
+            q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
+            softcap, backend,
+        )  # fmt: skip
+        checked = sharding.dimensions.checked.get(form)
+        alike = q.shape[0] == k.shape[0] == v.shape[0] == self.shape[2]
+        if checked is None or not alike or sinks is not None or dropout_p:
+            checked = check_call(*whole, q, k, v, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks)
+            if sinks is None:
+                sharding.dimensions.checked[form] = checked
+        return run_shared(*whole, q, k, v, *checked)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -99,7 +109,7 @@ class ShardedBatch(PackedBatch):
     def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
-            self._documents = WholeDocuments(self.whole, self.sharding.layout, self.sharding.ranks)
+            self._documents = WholeDocuments(self.whole, self.sharding.layout, self.sharding.dimensions.ranks)
         documents = self._documents
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
@@ -116,7 +126,9 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], context: Any) -> 
     columns = max(-(-MIN_ROWS * context.ranks.size // tokens[0]) - tokens[1], 0)
     if columns:
         whole = _pad_rows(whole, columns)
-    masks = [whole.interval_mask(whole.tokens[1], 0, 0, spec).mask for spec in specs]
+    masks = []
+    for spec in specs:
+        masks.append(whole.interval_mask(whole.tokens[1], 0, 0, spec).mask)
     layout = context.dimensions.make_layout(context.layout, masks)
     sharding = Sharding(context.dimensions, layout, tokens, columns)
     mask = whole.attention_mask

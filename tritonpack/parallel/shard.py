@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.consistency import require_same_batch
+from tritonpack.parallel.consistency import PARAMETERS, require_same
 from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_loss, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.replaced import replaced
@@ -119,17 +119,19 @@ class ShardStage:
                 "the model that is called": self.number,
                 "gradient checkpointing": module.is_gradient_checkpointing,
                 "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
+                "whether gradients are computed": torch.is_grad_enabled(),
+                PARAMETERS: next(context.compared),
             }
-            require_same_batch(context.ranks, error, given, next(context.compared))
+            require_same(context.ranks, error, given)
         elif error is not None:
             raise error
         batch = shard_batch(whole, self.specs, context)
         sharding = context.sharding = batch.sharding
-        sharded = {
-            name: sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
-            for name, x in arguments.items()
-            if name not in REPLACED
-        }
+        sharded: dict[str, Any] = {}
+        for name, x in arguments.items():
+            if name not in REPLACED:
+                rows = isinstance(x, Tensor) and x.shape[:2] == sharding.tokens
+                sharded[name] = sharding.shard(x) if rows else x
         if whole.position_ids is not None:
             sharded["position_ids"] = batch.position_ids
         if forward.base.takes_cache or "use_cache" in forward.names:

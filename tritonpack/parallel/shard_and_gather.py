@@ -41,13 +41,9 @@ class Sharding:
     columns: int
 
     @property
-    def ranks(self) -> Ranks:
-        return self.dimensions.ranks
-
-    @property
     def rows(self) -> int:
         """The number of the batch's rows that this rank owns."""
-        return self.layout.lengths[self.ranks.rank]
+        return self.layout.lengths[self.dimensions.ranks.rank]
 
     def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
         """This rank's rows of a tensor: its dimensions (B, T) at `dim` become (1, rows). Padding is `fill`."""
@@ -62,24 +58,24 @@ class Sharding:
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """`shard` of a tensor that has the padding."""
-        return self.layout.shard(x.flatten(dim, dim + 1), self.ranks.rank, dim).unsqueeze(dim)
+        return self.layout.shard(x.flatten(dim, dim + 1), self.dimensions.ranks.rank, dim).unsqueeze(dim)
 
     @outside_of_graphs
     def gather(self, x: Tensor) -> Tensor:
         """The shards (1, rows, ...) of all ranks as (B, T, ...), with a gradient for every rank's shard."""
         if x.shape[:2] != (1, self.rows):
             raise ValueError(
-                f"rank {self.ranks.rank} has {self.rows} rows of the batch, so its shard must be (1, {self.rows}, ...);"
-                f" got shape {tuple(x.shape)}."
+                f"rank {self.dimensions.ranks.rank} has {self.rows} rows of the batch, so its shard must be "
+                f"(1, {self.rows}, ...); got shape {tuple(x.shape)}."
             )
         batch, length = self.tokens
-        whole = self.layout.unshard(AllGatherWithGrad(self.ranks.group, 1, self.layout.lengths)(x), 1)
+        whole = self.layout.unshard(AllGatherWithGrad(self.dimensions.ranks.group, 1, self.layout.lengths)(x), 1)
         return whole[0].unflatten(0, (batch, -1))[:, :length]
 
     @outside_of_graphs
     def total(self, part: Tensor) -> Tensor:
         """The sum over ranks of their parts of a loss, equal on all of them."""
-        return _Total.apply(part, self.ranks)
+        return _Total.apply(part, self.dimensions.ranks)
 
 
 class _Total(torch.autograd.Function):

@@ -53,8 +53,8 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
         """out and lse of some query heads over some keys, without autograd."""
-        arguments = ops.plan(q, k, v, mask, of_heads(self.options, heads), self.backend, backward=False)
-        return ops.attention(q, k, v, *arguments)
+        options = self.options if self.options.alibi_slopes is None else of_heads(self.options, heads)
+        return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockDiagonalMask,

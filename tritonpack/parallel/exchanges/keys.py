@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks, all_to_all, gather, pad_to, scatter_sum, wide
-from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.call import Call, join, rows_mask, split
 from tritonpack.parallel.layouts import Layout
 
 Keys = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values
@@ -61,7 +61,7 @@ class OwnKeys:
 
 def own_keys(call: Call) -> OwnKeys:
     """All own keys."""
-    return OwnKeys(call.rows_mask(call.ranks.rank), slice(None))
+    return OwnKeys(rows_mask(call.mask, call.layout, call.ranks.rank, call.ranks.rank), slice(None))
 
 
 def own_halves(call: Call) -> tuple[OwnKeys, ...]:
