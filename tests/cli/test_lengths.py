@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tritonpack.cli.lengths import read_lengths
+from tritonpack.cli.plan import read_lengths
 
 
 def written(tmp_path, name, content):
@@ -56,29 +56,29 @@ def test_reads(tmp_path, name, content, column):
 @pytest.mark.parametrize(
     ("name", "content", "column", "message"),
     [
-        ("a.json", "", None, "can't be read: Expecting value: line 1"),
+        ("a.json", "", None, "the file doesn't hold a list of documents, in JSON and UTF-8: Expecting value: line 1"),
         ("a.json", "[]", None, "lengths is empty: there is no document to pack"),
-        ("a.json", '{"a": [1], "b": [2]}', None, 'holds {"a": [1], "b": [2]}, not a list of documents'),
-        ("a.json", f'[{"7, " * 20} ["{"x" * 50}"]]', None, f'document 20 is ["{"x" * 38}..., neither'),
-        *[("a.json", f"[1, {value}]", None, f"document 1 is {value}, neither a number of tokens nor a list of")
+        ("a.json", '{"a": [1], "b": [2]}', None, 'a list of documents, in JSON and UTF-8: it holds {"a": [1], "b": [2]}'),
+        ("a.json", f'[{"7, " * 20} ["{"x" * 50}"]]', None, f'document 20 is ["{"x" * 38}, neither'),
+        *[("a.json", f"[1, {value}]", None, f"document 1 is {value}, neither a number of tokens nor a list")
           for value in ("2.0", "true", "null", '["Hello"]')],
         ("a.json", "[1, -2]", None, "document 1 has length -2. Remove empty documents"),
         ("a.json", "[1, 2147483648]", None, "document 1 has 2147483648 tokens; at most 2147483647 are planned"),
-        ("a.json", b"\xff\xfe\x00", None, "invalid start byte. Save the file in UTF-8"),
+        ("a.json", b"\xff\xfe\x00", None, "in JSON and UTF-8: 'utf-8' codec"),
         ("a.jsonl", '{"a": 1, "b": 2}', None, "its columns are 'a', 'b'; name the one with the lengths with --column"),
         ("a.txt", "3\n4.5\n", None, "invalid literal for int() with base 10: '4.5'"),
-        ("a.txt", "3\n" + "9" * 20, None, "too large to convert to C long"),
+        ("a.txt", "3\n" + "9" * 20, None, "lengths must be a row of integers"),
         ("a.txt", "3\n", "n", "a.txt has no columns, but --column n was asked for; leave it out"),
         ("a.arrow", "", None, "ends in '.arrow'; lengths are read from .json, .npy, "),
-        ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", None, "can't be read"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", None, "the file doesn't hold "),
         ("a.npy", np.array([1.0, 2.0]), None, "lengths must be a row of integers"),
         ("a.csv", "length,m\n3,4\n,5\n", None, "missing values (null)"),
-        ("a.csv", "\n3,4\n5,6\n", None, "its first line is '3,4'; write the names of the columns there"),
+        ("a.csv", "\n3,4\n5,6\n", None, "its first line is 3,4; without names, make it a .txt file"),
         ("a.csv", "", None, "Empty CSV file"),
-        ("a.parquet", "PAR1 or so", None, "can't be read"),
+        ("a.parquet", "PAR1 or so", None, "the file doesn't hold "),
         ("a.parquet", {"n": [3.0, 1.0]}, None, "column 'n' has values of the type double, not integers or lists"),
         ("a.parquet", {"n": [["a"]]}, None, "column 'n' has values of the type string"),
-        ("a.parquet", TABLE, "m", "its columns are 'text', 'n', 'input_ids'; name the one"),
+        ("a.parquet", TABLE, "m", "there is no column 'm'; its columns are 'text', 'n', 'input_ids'; name the one"),
     ],
 )  # fmt: skip
 def test_refuses(tmp_path, name, content, column, message):
