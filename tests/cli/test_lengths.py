@@ -58,7 +58,7 @@ def test_reads(tmp_path, name, content, column):
     [
         ("a.json", "", None, "the file doesn't hold a list of documents, in JSON and UTF-8: Expecting value: line 1"),
         ("a.json", "[]", None, "lengths is empty: there is no document to pack"),
-        ("a.json", '{"a": [1], "b": [2]}', None, 'a list of documents, in JSON and UTF-8: it holds {"a": [1], "b": [2]}'),
+        ("a.json", '{"a": [1], "b": [2]}', None, 'documents, in JSON and UTF-8: it holds {"a": [1], "b": [2]}'),
         ("a.json", f'[{"7, " * 20} ["{"x" * 50}"]]', None, f'document 20 is ["{"x" * 38}, neither'),
         *[("a.json", f"[1, {value}]", None, f"document 1 is {value}, neither a number of tokens nor a list")
           for value in ("2.0", "true", "null", '["Hello"]')],

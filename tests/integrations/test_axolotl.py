@@ -205,4 +205,4 @@ def test_axolotl_accepts_the_plugin() -> None:
     manager = base.PluginManager.get_instance()
     manager.register(PLUGIN)
     assert isinstance(manager.plugins[PLUGIN], base.BasePlugin)
-    assert manager.get_input_args() == ["tritonpack.integrations.axolotl.args.TritonpackArgs"]
+    assert manager.get_input_args() == ["tritonpack.integrations.axolotl.TritonpackArgs"]

@@ -120,7 +120,7 @@ def attention(backend: Backend) -> str:
         used = resolve_backend(backend, torch.empty(1, 1, 16, device=device))
     except BackendUnavailableError as error:
         raise SkipTest(str(error)) from error
-    names, dtypes, how = _CASES, [torch.float32, torch.bfloat16], f"by {used} on {device.type}"
+    names, dtypes, how = tuple(_CASES), [torch.float32, torch.bfloat16], f"by {used} on {device.type}"
     if backend == "triton" and device.type == "cpu":
         names, dtypes, how = _INTERPRETED, [torch.float32], "in Triton's interpreter"
     elif backend == "triton" and not has_matrix_products(device):

@@ -100,7 +100,7 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[datasets.
         raise ValueError(f"there is no file or folder {name}; {hub}.")
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         found = _read(str(path), cache)
-        splits = found if isinstance(found, datasets.DatasetDict) else {None: found}
+        splits: dict[Any, Any] = found if isinstance(found, datasets.DatasetDict) else {None: found}
         if split not in splits:
             has = f"no splits; leave out --split {split}"
             if None not in splits:

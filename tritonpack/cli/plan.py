@@ -172,9 +172,7 @@ def _read_list(path: Path, ending: str) -> NDArray[Any]:
     counts = [len(one) if isinstance(one, list) and all(type(x) is int for x in one) else one for one in documents]
     for number, tokens in enumerate(counts):
         if type(tokens) is not int:
-            raise ValueError(
-                f"document {number} is {dumps(tokens):.40}, neither a number of tokens nor a list"
-            )
+            raise ValueError(f"document {number} is {dumps(tokens):.40}, neither a number of tokens nor a list")
     return np.array(counts)
 
 

@@ -103,5 +103,5 @@ def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
     replaced(stack, accelerator, "gather", lambda tensor: recursively_apply(replica.pick, gathers(tensor)))
     replaced(stack, accelerator, "reduce", reduce)
     replaced(stack, trainer, "floating_point_ops", lambda inputs: operations(inputs) / replica.ranks.size)
-    if "get_total_train_batch_size" not in vars(trainer):  # `setup` counts the documents of the data set
+    if not hasattr(trainer, "packed_setup"):  # `setup` counts the documents of the data set
         replaced(stack, trainer, "get_total_train_batch_size", lambda args: batch_size(args) // replica.ranks.size)
