@@ -100,7 +100,9 @@ def _context_of(trainer: Any) -> Any:
 def _check(trainer: Any, context: Any) -> None:
     """ValueError for settings with which the ranks of a group can't get one batch, or count as one process."""
     own = getattr(trainer, "compute_loss_func", None) is not None
-    home = type(trainer).compute_loss.__module__.partition(".")[0]
+    losses = (vars(kind)["compute_loss"] for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    homes = (loss.__module__.partition(".")[0] for loss in losses)
+    home = next(home for home in homes if home != "tritonpack")  # `setup` calls the trainer's own
     if not context.gather_outputs and (own or home not in KNOWN_LOSSES):
         what = "a compute_loss_func" if own else f"a compute_loss of its own ({type(trainer).__name__})"
         raise ValueError(
