@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -103,17 +104,11 @@ def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, lines, monkeypat
     out = tmp_path / "out"
     assert run(*command, tmp_path / "whole") == 0
 
-    class KilledError(Exception):
-        pass
-
-    def killed(*_, **__):
-        raise KilledError
-
+    killed = Mock(side_effect=KeyboardInterrupt)
     for method in ("save_to_disk", "shuffle"):
         with monkeypatch.context() as patched:
             patched.setattr(datasets.Dataset, method, killed)
-            with pytest.raises(KilledError):
-                run(*command, out)
+            assert run(*command, out) == 130
     (out / "data-00000-of-00002.arrow").touch()  # of a process that was killed while it wrote
     monkeypatch.setattr("tritonpack.packing.rows._checked", killed)
     assert run(*command, out) == 0
@@ -171,16 +166,10 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
 
 def test_full_disk_is_an_error_of_output(tmp_path, lines, capsys, monkeypatch):
     full = OSError(28, "No space left on device")
-
-    def copied(*_, **__):
-        raise datasets.exceptions.DatasetGenerationError("failed") from full
-
-    def saved(*_, **__):
-        raise full
-
-    for owner, name, failing in ((datasets, "load_dataset", copied), (datasets.Dataset, "save_to_disk", saved)):
+    copied = datasets.exceptions.DatasetGenerationError("failed")
+    copied.__cause__ = full
+    for owner, name, error in ((datasets, "load_dataset", copied), (datasets.Dataset, "save_to_disk", full)):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, failing)
+            patched.setattr(owner, name, Mock(side_effect=error))
             assert run("pack", lines, "--capacity", 12, "--out", tmp_path / "out") == 1
-        words = r"error: \[Errno 28\] No space left on device; free space in"
-        assert re.match(words, capsys.readouterr().err)
+        assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device; free space in")
