@@ -155,7 +155,7 @@ def _share_batches(trainer: Any, replica: Replica, context: Any, stack: ExitStac
     replaced(stack, trainer, "compute_loss", wraps(loss)(compute_loss))
     replaced(stack, trainer, "prediction_step", prediction_step)
     replaced(stack, trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
-    if "get_total_train_batch_size" not in vars(trainer):  # `setup` counts the documents of the data set
+    if not hasattr(trainer, "packed_setup"):  # `setup` counts the documents of the data set
         replaced(stack, trainer, "get_total_train_batch_size", lambda args: batch_size(args) // size)
 
 
@@ -202,7 +202,9 @@ def _share_generations(trainer: Any, replica: Replica, context: Any, stack: Exit
 def _check(trainer: Any, context: Any) -> None:
     """ValueError for settings with which the ranks of a group can't get one batch, or count as one process."""
     own = getattr(trainer, "compute_loss_func", None) is not None
-    home = type(trainer).compute_loss.__module__.partition(".")[0]
+    losses = (vars(kind)["compute_loss"] for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    homes = (loss.__module__.partition(".")[0] for loss in losses)
+    home = next(home for home in homes if home != "tritonpack")  # `setup` calls the trainer's own
     if not context.gather_outputs and (own or home not in KNOWN_LOSSES):
         what = "a compute_loss_func" if own else f"a compute_loss of its own ({type(trainer).__name__})"
         raise ValueError(

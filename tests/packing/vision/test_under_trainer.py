@@ -22,8 +22,10 @@ UNWEIGHTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
 
 
 def make(folder: Path, name: str, rows: int, **options: Any) -> Trainer:
-    given = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0)
-    return Trainer(build(name), TrainingArguments(**given), train_dataset=examples(name), **options)
+    given, model = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0), build(name)
+    assert not model.accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
+    model.accepts_loss_kwargs = options.pop("accepts", True)
+    return Trainer(model, TrainingArguments(**given), train_dataset=examples(name), **options)
 
 
 @pytest.mark.slow
@@ -41,7 +43,6 @@ def test_page_names_the_classes_that_trainer_averages() -> None:
 @pytest.mark.parametrize("name", UNWEIGHTED)
 def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
     whole, parts = make(tmp_path, name, 1), make(tmp_path, name, 100)
-    assert not parts.model_accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
     longest = max(len(example["input_ids"]) for example in examples(name))
     tritonpack.setup(whole, 4096, collate_fn=tritonpack.VisionPackingCollator(whole.model))
     tritonpack.setup(parts, longest, collate_fn=tritonpack.VisionPackingCollator(parts.model))
@@ -49,13 +50,7 @@ def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
     assert distance(trained(parts), trained(whole)) <= EXACT
 
 
-def test_undo_restores_what_trainer_passes_to_the_model(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "qwen2_5_vl", 4)
-    collate = tritonpack.VisionPackingCollator(trainer.model)
-    assert trainer.model_accepts_loss_kwargs is False
-    with pytest.raises(ValueError, match="longer than the row size of 4"):
-        tritonpack.setup(trainer, 4, collate_fn=collate)
-    assert trainer.model_accepts_loss_kwargs is False
-    with tritonpack.setup(trainer, 256, collate_fn=collate):
-        assert trainer.model_accepts_loss_kwargs is True
-    assert trainer.model_accepts_loss_kwargs is False
+def test_accumulation_without_counts_of_targets_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "qwen2_5_vl", 4, accepts=False)
+    with pytest.raises(ValueError, match=r"set model\.accepts_loss_kwargs = True before the trainer is made"):
+        tritonpack.setup(trainer, 256, collate_fn=tritonpack.VisionPackingCollator(trainer.model))
