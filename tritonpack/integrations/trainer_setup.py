@@ -168,13 +168,12 @@ class TrainerSetup:
             )
         rows, steps = self._loader.rows, len(self._loader)
         try:
-            place = rows._find_place(saved["loader"])
+            made, done, was = rows.find_place(saved["loader"])
         except ValueError as error:
             raise ValueError(f"{error} Or {_ANEW}.") from error
-        epoch, done = place.made.epoch, place.done
-        if place.made.before:
-            was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
-            changes = describe_changes(was, now) or (
+        epoch = made.epoch
+        if made.before:
+            changes = describe_changes({**was, "least_steps": 0}, {**made.settings, "least_steps": 0}) or (
                 f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
             )
             raise ValueError(
@@ -312,7 +311,7 @@ def setup(
         labels: what a label belongs to, the `objective` of PackingCollator, for losses of one's own. None finds it by
             the model's loss.
         attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
-        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `order`, `per_token`,
+        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With
             `documents` or `collate_fn` no column is removed. Evaluation keeps the trainer's own collator.
 

@@ -131,14 +131,11 @@ REFUSED = [
     ({"sampler": DistributedSampler([4, 3], 2, 0)}, "divides the documents among 2 ranks.*Pass a sampler of all"),
     ({"drop_last": False, "num_replicas": 2}, "drop_last=False doesn't give 2 processes equally many batches"),
     # at the first use of an epoch
-    ({"sampler": []}, "the sampler must give numbers of documents"),
-    (
-        {"sampler": [0, 2, 7]},
-        "the sampler must give numbers of documents, 0 to 1, .*; got 2. Are these the lengths of the same dataset",
-    ),
-    ({"sampler": [-1]}, "must give numbers of documents.*; got -1"),
-    ({"sampler": [0.5]}, "must give numbers of documents, .* got array"),
-    ({"sampler": [[0]]}, r"must give numbers of documents, .* got array"),
+    ({"sampler": []}, "the sampler must yield document numbers"),
+    ({"sampler": [0, 2, 7]}, "the sampler must yield document numbers, 0 to 1; got 2. Are these the lengths of the same"),
+    ({"sampler": [-1]}, "must yield document numbers.*; got -1"),
+    ({"sampler": [0.5]}, "must yield document numbers, .* got array"),
+    ({"sampler": [[0]]}, r"must yield document numbers, .* got array"),
     ({"sampler": [1], "lengths": [5, 9], "overlong": "drop"}, "the sampler yields no document of at most 8 tokens"),
     (
         {"batch_size": 2},

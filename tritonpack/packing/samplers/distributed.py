@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,22 +16,14 @@ from torch.utils.data import Sampler
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.plan import (
-    MOST_TOKENS,
-    Objective,
-    Order,
-    Plan,
-    check_options,
-    epoch_order,
-    plan_units,
-)
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options, plan_epoch
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.epochs import VERSION, EpochSampler, check_state, describe_changes, digest, same
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes, place_in_world
 from tritonpack.packing.units import Units, as_units, fit_for_sampler
 from tritonpack.removed import refuse_removed
 
-# What decides the plans beside the units, the epoch and an order of one's own: arguments of `plan_units`, and the seed.
+# What decides the plans beside the units and the epoch: arguments of `plan_epoch`.
 _SETTINGS = {"capacity", "num_ranks", "seed", "objective", "tail", "shuffle", "least_steps"}
 
 
@@ -39,14 +31,10 @@ _SETTINGS = {"capacity", "num_ranks", "seed", "objective", "tail", "shuffle", "l
 class Segment:
     """A part of an epoch that is planned with the same settings: what earlier parts left over.
 
-    So every unit is trained on once. A state holds the settings of all parts, which are planned again when it is
-    loaded.
+    A state holds the settings of all parts, which are planned again when it is loaded.
 
     Attributes:
-        epoch: the epoch.
         before: the settings of earlier parts, and how many of their rows are done.
-        settings: see `_SETTINGS`.
-        plan: the rows, with the numbers of the dataset's units.
         steps_before: the steps of earlier parts; one that wasn't whole counts.
     """
 
@@ -61,20 +49,11 @@ class Segment:
         return digest(self.plan.items, self.plan.offsets)
 
 
-class Place(NamedTuple):
-    """Where a state stands: the segment that goes on, the batches of its epoch that are done, the saved settings."""
-
-    made: Segment
-    done: int
-    saved: dict[str, Any]
-
-
 class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
-    part of each step. The class replaces the multipack project's class of this name, with `objective="linear"` also its
-    sampler for linear attention.
+    part of each step. The class replaces the multipack project's two samplers.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=2)
@@ -83,12 +62,10 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
     (2, [[2, 3], [4, 5]])
 
-    All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
-    it.
+    Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to it.
 
     Every process of a process group makes this sampler, and all of them raise an error if lengths or settings differ. A
-    sampler for some of the processes (`num_replicas` smaller than the group) compares nothing. Compare `state_dict()`
-    there, which is the same on every rank.
+    sampler for some of the processes (`num_replicas` smaller than the group) compares nothing.
 
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch: a second pass over one
     epoch causes a warning. accelerate divides batches itself: pass `shard=False` there.
@@ -115,7 +92,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To load their first
             tokens, pass `lengths` that are cut, and `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
-        order: an order of your own in place of the shuffled one, see `plan_epoch`.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
@@ -141,29 +117,22 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         epochs: int = 1,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
-        order: Order | None = None,
         shard: bool = True,
         group: Any = None,
         **removed: Any,
     ) -> None:
-        if removed:
-            refuse_removed(removed, "MultipackDistributedBatchSampler()")
+        refuse_removed(removed, "MultipackDistributedBatchSampler()")
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
         self._seed_is_given = seed is not None
         self.seed = check_integer(torch.initial_seed() if seed is None else seed, "seed", 0, None)
-        check_flag(shuffle, "shuffle")
-        self._epochs_differ = shuffle and (order is None or callable(order))
+        self._epochs_differ = check_flag(shuffle, "shuffle")
         self._units = as_units(lengths)  # with those that are left out, which longer rows have planned
         self.lengths, self.report = fit_for_sampler(self._units, batch_max_length, overlong)
         self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard, group)
         self.is_shared = group is not None
         check_options(objective, tail)
-        if order is not None and not shuffle:
-            raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
-        in_epoch = epoch_order(len(self.lengths), self.seed, 0, shuffle, order)
-        self._order = order if order is None or callable(order) else in_epoch  # a copy
-        check_tail(self.lengths[in_epoch].astype(np.int64), self.batch_max_length, self.num_replicas, tail)
+        check_tail(self.lengths.astype(np.int64), self.batch_max_length, self.num_replicas, tail)
         self._options = {"objective": objective, "tail": tail, "shuffle": shuffle}
         self._epochs = check_integer(epochs, "epochs")
         self._least_steps: dict[int, int] = {}  # by seed: if several epochs get the same number
@@ -176,10 +145,11 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         processes = place_among_processes()[0]
         self._compares = can_compare(processes if self.is_shared else self.num_replicas)
         if self._compares:
-            values = {**self._given(), "the lengths": self._lengths_summary, "the digest of order": None}
-            values["seed"] = self.seed if self._seed_is_given else None
-            if order is not None:
-                values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
+            values = {
+                "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, **self._options,
+                "seed": self.seed if self._seed_is_given else None, "epochs": self._epochs, "shard": shard,
+                "the lengths": self._lengths_summary,
+            }  # fmt: skip
             self.seed = compare(
                 "made this sampler", values, "the samplers of the ranks differ", "Pass the same lengths in the same "
                 "order and the same options on every rank, make samplers in the same order, and call set_epoch on all "
@@ -205,30 +175,22 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return {**own, "least_steps": self._least_steps.get(seed, 1)}
 
     def _segment(self, epoch: int, before: Sequence[tuple[dict[str, Any], int]], settings: dict[str, Any]) -> Segment:
-        """Plan what earlier segments of an epoch leave over.
-
-        Raises:
-            ValueError: settings or rows that can't be.
-        """
+        """Plan what earlier segments of an epoch leave over; ValueError for settings or rows that can't be."""
         made = self._made
         if made and same([made.epoch, *made.before, made.settings], [epoch, *before, settings]):
             return made
-        done, steps = None, 0
-        for own, rows in before:
-            plan = self._plan_left(epoch, done, own)
+        done, steps = np.zeros(len(self._units), dtype=np.bool_), 0
+        for own, rows in (*before, (settings, 0)):
+            if own.keys() != _SETTINGS:
+                raise ValueError(f"they are {', '.join(map(repr, own))}.")
+            # An epoch that changes its settings can't have the number of steps of other epochs.
+            options = {**own, "least_steps": 1} if done.any() else own
+            left_out = done | (self._units.tokens > check_integer(own["capacity"], "capacity"))
+            plan = plan_epoch(self._units, epoch=epoch, done=left_out if left_out.any() else None, **options)
             check_integer(rows, "the rows of earlier settings", 0, len(plan.offsets) - 1)
-            trained = plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]
-            done = np.bincount(trained, minlength=len(self._units)) + (0 if done is None else done)
+            done[plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]] = True
             steps += -(-rows // plan.num_ranks)
-        return Segment(epoch, tuple(before), settings, self._plan_left(epoch, done, settings), steps)
-
-    def _plan_left(self, epoch: int, done: NDArray[np.int64] | None, settings: dict[str, Any]) -> Plan:
-        if settings.keys() != _SETTINGS:
-            raise ValueError(f"they are {', '.join(map(repr, settings))}.")
-        options = dict(settings)
-        units, seed = self._units, options.pop("seed")
-        squares = None if units.are_documents else units.squares
-        return plan_units(units.tokens, squares, done, seed, epoch, self._order, **options)
+        return Segment(epoch, tuple(before), settings, plan, steps)
 
     def _current(self) -> Segment:
         made = self._made
@@ -290,7 +252,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
                 another state on another rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
-        made, done, saved = self._find_place(state)
+        made, done, saved = self.find_place(state)
         if self._compares:
             place = {"epoch": made.epoch, "batches done": done, "earlier settings": json.dumps(made.before)}
             remedy = "Save the state of one rank, and load it on all."
@@ -308,8 +270,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
                 "left are planned anew.",
             )
 
-    def _find_place(self, state: Mapping[str, Any]) -> Place:
-        """Where a state stands; changes nothing."""
+    def find_place(self, state: Mapping[str, Any]) -> tuple[Segment, int, dict[str, Any]]:
+        """The segment in which a state goes on, the batches of its epoch that are done, and the saved settings."""
         check_state(state, {"version", "epoch", "lengths", "segments", "plan"}, type(self).__name__)
         epoch = check_integer(state["epoch"], "epoch", 0, None)
         if state["lengths"] != self._lengths_summary:
@@ -329,8 +291,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             ) from None
         if old.digest != state["plan"]:
             raise ValueError(
-                "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
-                "other batches from the same settings. Resume with these, or begin the epoch anew."
+                "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
+                "same settings. Resume with that version, or begin the epoch anew."
             )
         settings = self._settings(self.seed if self._seed_is_given or not self._epochs_differ else saved["seed"])
         begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
@@ -339,7 +301,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             before += [(saved, rows_done)] if rows_done else []
             made, rows_done = self._segment(epoch, before, settings), 0
         rows = made.steps_before * self.num_replicas + rows_done
-        return Place(made, rows * self._batches_per_step // self.num_replicas, saved)
+        return made, rows * self._batches_per_step // self.num_replicas, saved
 
     @property
     def plan(self) -> Plan:
@@ -366,17 +328,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         plan = self.plan
         room = plan.num_steps * self.num_replicas * self.batch_max_length
         return float(self._units.tokens[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
-
-    def _given(self) -> dict[str, Any]:
-        """The settings that every rank must have."""
-        return {
-            "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, "seed": self.seed,
-            **self._options, "epochs": self._epochs, "shard": self._shard,
-        }  # fmt: skip
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in {"rank": self.rank, **self._given()}.items())
-        return f"{type(self).__name__}({len(self.lengths)} {self._units.noun}s, {shown})"
 
     @property
     def batch_size(self) -> None:

@@ -15,7 +15,7 @@ from tritonpack.checks import check_flag
 from tritonpack.packing.bins import pack
 from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.plan import Plan, document_numbers
+from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.samplers.epochs import EpochSampler, digest
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes
 from tritonpack.packing.units import as_units, fit_for_sampler
@@ -189,7 +189,14 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator(device="cpu").manual_seed(int(seed))
-        return document_numbers(list(sampler), len(self.lengths), "the sampler")
+        numbers, count = np.asarray(list(sampler)), len(self.lengths)
+        rule = f"the sampler must yield document numbers, 0 to {count - 1}"
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise ValueError(f"{rule}; got {numbers!r:.100}.")
+        outside = (numbers < 0) | (numbers >= count)
+        if outside.any():
+            raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}. Are these the lengths of the same dataset?")
+        return numbers.astype(np.int32)
 
     def __len__(self) -> int:
         return self._current().num_steps
