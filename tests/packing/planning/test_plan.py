@@ -231,10 +231,10 @@ def test_refuses(options, message):
 def test_rows_of_plans():
     plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
     assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
-    with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
+    with pytest.raises(IndexError, match="step 2, rank 0 of a plan of 2 steps and 2 ranks"):
         plan.row(2, 0)
     for items, offsets, num_ranks, message in (
-        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to the number of items, 2"),
+        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to 2, the number of items"),
         ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
         ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
     ):

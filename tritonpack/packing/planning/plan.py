@@ -61,12 +61,10 @@ class Plan:
     def __post_init__(self) -> None:
         ends = self.offsets
         check_integer(self.num_ranks, "num_ranks")
-        if not len(ends) or ends[0] or ends[-1] != len(self.items) or (np.diff(ends) < 0).any():
-            raise ValueError(
-                f"offsets must ascend from 0 to the number of items, {len(self.items)}; got {ends!r:.100}."
-            )
         if (len(ends) - 1) % self.num_ranks:
             raise ValueError(f"{len(ends) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
+        if not len(ends) or ends[0] or ends[-1] != len(self.items) or (np.diff(ends) < 0).any():
+            raise ValueError(f"offsets must ascend from 0 to {len(self.items)}, the number of items; got {ends!r:.60}.")
 
     @property
     def num_steps(self) -> int:
@@ -84,9 +82,7 @@ class Plan:
         """The documents of one rank in one step, a view; IndexError for a step or rank that doesn't exist."""
         step, rank = index(step), index(rank)
         if not 0 <= step < self.num_steps or not 0 <= rank < self.num_ranks:
-            raise IndexError(
-                f"step {step}, rank {rank} of a plan with {self.num_steps} steps of {self.num_ranks} ranks"
-            )
+            raise IndexError(f"step {step}, rank {rank} of a plan of {self.num_steps} steps and {self.num_ranks} ranks")
         row = step * self.num_ranks + rank
         return self.items[self.offsets[row] : self.offsets[row + 1]]
 
@@ -100,12 +96,10 @@ class Plan:
         return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
 
     def __repr__(self) -> str:
+        rows = f"{self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each"
         filler = f", {self.filler_rows} filler rows" if self.filler_rows else ""
         together = f", {self.steps_together} steps planned together" if self.steps_together > 1 else ""
-        return (
-            f"Plan({self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each, "
-            f"{self.num_documents} documents{filler}{together})"
-        )
+        return f"Plan({rows}, {self.num_documents} documents{filler}{together})"
 
 
 def plan_epoch(

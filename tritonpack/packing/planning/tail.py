@@ -24,7 +24,7 @@ def is_full(tokens: Tokens, capacity: int, num_ranks: int) -> bool:
 
 
 def check_tail(tokens: Tokens, capacity: int, num_ranks: int, tail: Tail) -> None:
-    """ValueError if `tail="drop"` leaves out every unit. This depends on their tokens alone, not on their order."""
+    """ValueError if `tail="drop"` leaves out every unit."""
     if tail == "drop" and not is_full(tokens, capacity, num_ranks):
         raise ValueError(
             f"{count(tokens.sum(), 'token')} can't fill one step of {count(num_ranks, 'rank')} with "
@@ -38,11 +38,8 @@ def spread(
 ) -> NDArray[np.int64]:
     """Plan all units in as few steps as found, but at least `least_steps`, about equally full.
 
-    Full rows tell how many steps are needed; then all but the last step get rows that are just large enough. If no such
-    plan is found, the rows stay full.
-
-    Args:
-        steps: plans with rows of a capacity, which is smaller in steps before `last_step`.
+    Full rows tell how many steps are needed; then all but the last step get rows that are just large enough, if a plan
+    is found. `steps` plans with rows of a capacity, which is smaller in steps before `last_step`.
 
     Returns:
         The row of each unit, `step * num_ranks + rank`.
@@ -72,10 +69,7 @@ def whole_steps(
         rows: (documents,) `step * num_ranks + rank` of each document. Only rows of the last step may be empty.
 
     Returns:
-        Their rows now, the number of steps, and the number of empty rows.
-
-    Raises:
-        ValueError: too few documents for `least_steps`.
+        Their rows now, the number of steps, and the number of empty rows. ValueError: too few documents.
     """
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
@@ -120,10 +114,10 @@ def _spare_documents(
 
 
 def _in_rows(tokens: Tokens, capacity: int, num_rows: int) -> NDArray[np.int64] | None:
-    """The rows of units in at most `num_rows` rows, fewer than units and more than half; None if not found.
+    """The row of each unit in `num_rows` rows, of fewer than units and more than half; None if not found.
 
-    Rows come in the order of their first units. `len(tokens) - num_rows` units must join a row of others. If this is
-    possible at all, it is possible within twice as many of the shortest units.
+    Rows come in the order of their first units. `len(tokens) - num_rows` units must join others. If this is possible,
+    it is possible within twice as many of the shortest units.
     """
     joined = len(tokens) - num_rows
     chosen = np.argsort(tokens, kind="stable")[: 2 * joined][::-1]
@@ -137,12 +131,9 @@ def _in_rows(tokens: Tokens, capacity: int, num_rows: int) -> NDArray[np.int64] 
 
 
 def _fit(tokens: list[int], num_bins: int, capacity: int) -> list[int] | None:
-    """The bin of each unit, found by a depth-first search; None if there is none, or none was found in time.
+    """The bin of each unit, from large to small, by a depth-first search; None if none is found in _TRIES.
 
     The first branch of the search is best-fit-decreasing.
-
-    Args:
-        tokens: from large to small.
     """
     if sum(tokens) > num_bins * capacity:
         return None

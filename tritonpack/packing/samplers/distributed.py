@@ -72,7 +72,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
-        is_shared: whether the ranks of a `group` share batches.
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
         report: what was done with documents that are longer than `batch_max_length`.
@@ -85,19 +84,19 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         group: in place of `num_replicas` and `rank` the ranks that share every batch (`SequenceParallel`) and count as
             one: a process group, or a dimension of a DeviceMesh such as `mesh["sp"]`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
-            a process group the seed of rank 0. A loaded state has its own seed.
+            a process group the seed of rank 0.
         objective, tail: see `plan_epoch`.
-        epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
-            epochs once, at the first use of an epoch.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs. All of them are planned at the
+            first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To load their first
             tokens, pass `lengths` that are cut, and `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's rank, too few tokens to
-            fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the ranks of a
-            process group; no seed for a sampler that can't ask rank 0 for it.
+        ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's, too few tokens to fill one
+            step to 95% under `tail="drop"`; ranks of a process group with other lengths, options or seeds; no seed for
+            a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: numba can't be imported, at the first use of an epoch.
 
@@ -211,12 +210,9 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         """Where the epoch stands, as plain numbers and strings, the same on every rank, so one may save for all.
 
         Args:
-            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
-                them. None takes the number that the latest iterator has yielded. With DataLoader workers that
-                number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
-
-        Raises:
-            ValueError: more batches than the epoch has.
+            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides them;
+                ValueError for more than it has. None takes the number that the latest iterator has yielded. DataLoader
+                workers fetch batches ahead, which count; torchdata's StatefulDataLoader corrects that.
         """
         made, done = self._current(), self._done
         if batches_done is not None:
@@ -241,11 +237,9 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
         If the settings plan the same epoch as the settings of the state, the batches are the same as without an
-        interruption. Otherwise, as with another number of ranks or another `batch_max_length`, the rest of the epoch is
-        planned anew, and a warning names the changes. Every document is then trained on once, except documents that
-        `tail` leaves out. A sampler without a seed takes the seed of the state.
-
-        Every rank must call this, with the same state: ranks that share a process group compare it.
+        interruption. Otherwise, as with another number of ranks, the rest of the epoch is planned anew, and a warning
+        names the changes. Every document is then trained on once, except documents that `tail` leaves out. A sampler
+        without a seed takes the seed of the state. Every rank of a process group must call this, with the same state.
 
         Raises:
             ValueError: a damaged state, one of another class or version, one that was saved with other lengths,
@@ -305,10 +299,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the current epoch for all ranks. It is computed at the first use.
-
-        After a resume with other settings it is the plan of what was left of the epoch.
-        """
+        """The plan of the current epoch for all ranks; after a resume with other settings, of what was left of it."""
         return self._current().plan
 
     @property
@@ -321,20 +312,15 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return len(self) // self._batches_per_step
 
     def efficiency(self) -> float:
-        """The share of the room in the rows of `plan` that holds tokens, from 0 to 1, over all ranks.
-
-        Documents that filler rows repeat count once, as in `plan_statistics`.
-        """
+        """The share of the room in the rows of `plan` that holds tokens, without those of filler rows."""
         plan = self.plan
         room = plan.num_steps * self.num_replicas * self.batch_max_length
         return float(self._units.tokens[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
 
     @property
     def batch_size(self) -> None:
-        """None, because batches have different numbers of documents. Libraries that divide batches read it.
-
-        Raises:
-            ValueError: batches of one rank of several, or a number of batches, that the processes can't divide.
+        """None, because batches have different numbers of documents. Libraries that divide batches read it: ValueError
+        for batches of one rank of several, or a number of batches, that the processes can't divide.
         """
         processes = place_among_processes()[0]
         if (self._shard and self.num_replicas > 1) or self.num_replicas % processes:
