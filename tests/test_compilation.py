@@ -39,7 +39,7 @@ USES = {
     "ranks": "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2)",
     "units": "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200); tritonpack.packing.plan_epoch(n, 64, 2)",
     "pack": "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
-    "for name in ('best_fit_decreasing', 'best_fit', 'next_fit', 'windowed')]",
+    "for name in ('best_fit_decreasing', 'best_fit', 'next_fit')]",
 }
 LINE = "tritonpack: compiling functions for packing once per machine, at their first use"
 

@@ -25,6 +25,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
       for call in (partial(tritonpack.dataloader, DOCUMENTS, 8), partial(tritonpack.packing.plan_epoch, [8] * 8, 8, 1),
                    partial(tritonpack.MultipackDistributedBatchSampler, 8, [8] * 8))),
     (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), re.escape(OPTIONS["first_fit"])),
+    (lambda: tritonpack.pack([1], 1, algorithm="windowed"), re.escape(OPTIONS["windowed"])),
     (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), re.escape(OPTIONS["cost_model"])),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from tests.packing.lengths import openchat
 from tritonpack import Units, pack, pack_tree
 from tritonpack.packing import fit_lengths
 from tritonpack.packing.bins import ALGORITHMS, lower_bound
-from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, longest_first, pack_window, sort_by_bytes
+from tritonpack.packing.heuristics import MAX_CARRIES, longest_first, pack_window, sort_by_bytes
 from tritonpack.packing.stream import _whole_rounds
 
 REPEATABLE = settings(max_examples=80, deadline=None, derandomize=True)
@@ -155,10 +155,14 @@ def test_windows_are_those_of_plain_loops(window):
 
 def test_documents_wait_for_few_windows():
     assert [each.tolist() for each in pack_window(NONE, NONE[0], 0, 100, 10, True)[:2]] == [[], [0]]
-    lengths = np.random.default_rng(0).integers(1, 2049, 20 * WINDOW)
-    packing = pack(lengths, 4096, algorithm="windowed")
-    assert packing.num_bins <= 1.005 * pack(lengths, 4096).num_bins
-    assert (np.maximum.accumulate(packing.items) - packing.items).max() < (MAX_CARRIES + 1) * WINDOW
+    lengths, carried, bins = np.random.default_rng(0).integers(1, 2049, 20 * 1024), NONE, []
+    for start in range(0, len(lengths), 1024):
+        window = lengths[start : start + 1024]
+        items, offsets, carried = pack_window(carried, window, start, 4096, 1024, start + 1024 == len(lengths))
+        bins += np.split(items, offsets[1:-1])
+    assert len(bins) <= 1.005 * pack(lengths, 4096).num_bins
+    items = np.concatenate(bins)
+    assert (np.maximum.accumulate(items) - items).max() < (MAX_CARRIES + 1) * 1024
 
 
 @pytest.mark.parametrize("count", [0, 1, 47, 48, 300])
@@ -209,7 +213,7 @@ def test_units_count_the_pairs_of_the_dense_mask(seed):
     )
 
 
-NAMES = "'best_fit_decreasing', 'best_fit', 'next_fit', 'windowed'"
+NAMES = "'best_fit_decreasing', 'best_fit', 'next_fit'"
 REFUSED = [
     (([4, 9, 12], 8), {}, "2 of 3 documents are longer than .* 8 .*document 1, 9 tokens.*at least 12.*overlong="),
     (([9], 8), {"overlong": "drop"}, "leaves nothing: no document fits"),
@@ -232,7 +236,7 @@ REFUSED = [
     (([1], 8), {"algorithm": "ffd"}, f"algorithm must be one of {NAMES}; got 'ffd'"),
 ]
 REFUSED_UNITS = [
-    (Units.of_documents, ([2**31],), "at most 2147483647 tokens; number 0 has 2147483648"),
+    (Units, ([2**31], [2**62]), "at most 2147483647 tokens; number 0 has 2147483648"),
     (Units.of_sequences, ([[1], []],), "unit 1: lengths is empty"),
     (Units.of_sequences, ([[1], [2, 0]],), "unit 1: .*document 1 has length 0"),
     (Units, ([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),

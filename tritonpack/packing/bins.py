@@ -15,7 +15,7 @@ from tritonpack.checks import check_choice
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
 from tritonpack.removed import refuse_removed
 
-Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
+Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
@@ -113,11 +113,9 @@ def pack(
     | best_fit_decreasing | from long to short | fullest bin with room | documents + capacity |
     | best_fit | in input order | fullest bin with room | documents x log capacity |
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
-    | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
     "best_fit_decreasing" needs hardly more bins than any packing must. Its bins go from the longest documents to the
-    shortest, so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows
-    at most: bins that are filled to less than 95% are packed again with the next window, up to twice.
+    shortest, so train on the bins in random order.
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them; of `Units` their `tokens`.
@@ -135,7 +133,7 @@ def pack(
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = check_integer(capacity, "capacity")
-    if algorithm == "first_fit":
+    if algorithm in ("first_fit", "windowed"):
         refuse_removed([algorithm], "pack()")
     check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = check_limit(max_items, "max_items")

@@ -1,7 +1,7 @@
-"""The heuristics that `pack` offers, compiled by numba; imported when something is packed or planned.
+"""The heuristics of `pack` and `pack_stream`, compiled by numba; imported when something is packed or planned.
 
-Each takes lengths (documents,) int32 from 1 to `capacity`, and the documents per bin, for which the number of all
-documents sets no limit. It returns what `group_by_bin` returns.
+Those of `pack` take lengths (documents,) int32 from 1 to `capacity`, and the documents per bin, for which the number of
+all documents sets no limit. They return what `group_by_bin` returns.
 """
 
 from __future__ import annotations
@@ -176,26 +176,14 @@ def next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return np.arange(len(lengths)).astype(np.int32), offsets[: num_bins + 1].copy()
 
 
-WINDOW = 1024  # documents that are packed at a time; the default of pack_stream, too
 CARRY_THRESHOLD = 0.95  # the filled share of a bin below which its documents are packed again with the next window
 MAX_CARRIES = 2  # more had no measurable benefit
-
-
-def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Best-fit-decreasing of one window after another."""
-    carried, items, sizes = np.zeros((3, 0), dtype=np.int64), [], []
-    for start in range(0, len(lengths), WINDOW):
-        window, last = lengths[start : start + WINDOW], start + WINDOW >= len(lengths)
-        entries, offsets, carried = pack_window(carried, window, start, capacity, max_items, last)
-        items.append(entries)
-        sizes.append(np.diff(offsets))
-    return np.concatenate(items).astype(np.int32), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
 
 def pack_window(
     carried: NDArray[np.int64], lengths: NDArray[np.int32], first: int, capacity: int, max_items: int, last: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Best-fit-decreasing of a window of documents, and of the documents that are carried into it.
+    """Best-fit-decreasing of a window of a stream, and of the documents that are carried into it.
 
     Documents of bins that are filled below CARRY_THRESHOLD are carried: packed again with the next window. Documents
     that were carried MAX_CARRIES times are packed before all others, and their bins are finished.

@@ -51,12 +51,6 @@ class Units:
         object.__setattr__(self, "squares", squares.astype(np.int64))
 
     @classmethod
-    def of_documents(cls, lengths: Sequence[int] | NDArray[Any]) -> Units:
-        """Units of one document each, of (units,) integers of at least 1; ValueError for others."""
-        tokens = _tokens(lengths)
-        return cls(tokens, tokens**2)
-
-    @classmethod
     def of_sequences(cls, lengths: Sequence[Sequence[int] | NDArray[Any]]) -> Units:
         """Units of sequences, from the tokens of the sequences of each; ValueError for no sequence, or an empty one."""
         parts = []
@@ -114,7 +108,10 @@ class Units:
 
 def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
     """Units unchanged, and lengths as units of one document each."""
-    return lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
+    if isinstance(lengths, Units):
+        return lengths
+    tokens = _tokens(lengths)
+    return Units(tokens, tokens**2)
 
 
 def fit_for_sampler(

@@ -25,6 +25,7 @@ from tritonpack.removed import refuse_removed
 
 # What decides the plans beside the units and the epoch: arguments of `plan_epoch`.
 _SETTINGS = {"capacity", "num_ranks", "seed", "objective", "tail", "shuffle", "least_steps"}
+_OTHER = "Load another state, or begin the epoch anew."
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +58,13 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=2)
-    >>> len(sampler), list(sampler), sampler.dropped_documents
-    (2, [[1, 0], [6]], 1)
-    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
-    (2, [[2, 3], [4, 5]])
+    >>> list(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
+    ([[1, 0], [6]], [[2, 3], [4, 5]])
 
     Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to it.
 
-    Every process of a process group makes this sampler, and all of them raise an error if lengths or settings differ. A
-    sampler for some of the processes (`num_replicas` smaller than the group) compares nothing.
-
-    Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch: a second pass over one
-    epoch causes a warning. accelerate divides batches itself: pass `shard=False` there.
+    The processes of a process group compare lengths and settings; a sampler for some of them compares nothing. Call
+    `set_epoch` before each epoch: a second pass over one epoch causes a warning.
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
@@ -85,13 +81,10 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             one: a process group, or a dimension of a DeviceMesh such as `mesh["sp"]`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group the seed of rank 0.
-        objective, tail: see `plan_epoch`.
-        epochs: pad this many epochs to the same number of steps, the largest of theirs. All of them are planned at the
-            first use of an epoch.
-        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To load their first
-            tokens, pass `lengths` that are cut, and `PackingCollator(max_document_length=...)`.
-        shuffle: shuffle the documents, in a new order for each epoch.
-        shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
+        objective, tail, shuffle: see `plan_epoch`.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs.
+        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out.
+        shard: yield the batches of this rank only. False yields the batches of all ranks, step by step, for accelerate.
 
     Raises:
         ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's, too few tokens to fill one
@@ -149,16 +142,13 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
                 "seed": self.seed if self._seed_is_given else None, "epochs": self._epochs, "shard": shard,
                 "the lengths": self._lengths_summary,
             }  # fmt: skip
-            self.seed = compare(
-                "made this sampler", values, "the samplers of the ranks differ", "Pass the same lengths in the same "
-                "order and the same options on every rank, make samplers in the same order, and call set_epoch on all "
-                "ranks.", told=self.seed,
-            )  # fmt: skip
+            remedy = "Pass the same lengths and options on every rank, and make samplers in the same order."
+            differ = "the samplers of the ranks differ"
+            self.seed = compare("made this sampler", values, differ, remedy, told=self.seed)
         elif seed is None and shuffle and processes > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in {processes} "
-                "processes can't ask it: some of them may make no sampler. Pass the same seed on every rank, such as "
-                "seed=0."
+                "processes can't ask it: some of them may make no sampler. Pass a seed, such as seed=0."
             )
 
     @property
@@ -220,8 +210,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         first = made.steps_before * self._batches_per_step
         if done < first:
             raise ValueError(
-                f"batches_done must be at least {first}, the batches of this epoch from before it was resumed with "
-                f"other settings; got {done}. Count the batches from the beginning of the epoch."
+                f"batches_done counts from the beginning of the epoch, so it must be at least {first}, which were done "
+                f"before it was resumed with other settings; got {done}."
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
         return {
@@ -258,11 +248,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         changes = describe_changes(saved, made.settings) if made.before and is_new else ""
         if changes and place_among_processes()[1] == 0:
             left = made.plan.num_documents + made.plan.left_out
-            say_once(
-                "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {left} {self._units.noun}s that were "
-                "left are planned anew.",
-            )
+            rest = f"The {left} {self._units.noun}s that were left are planned anew."
+            say_once("other-settings", f"epoch {self.epoch} goes on with other settings: {changes}. {rest}")
 
     def find_place(self, state: Mapping[str, Any]) -> tuple[Segment, int, dict[str, Any]]:
         """The segment in which a state goes on, the batches of its epoch that are done, and the saved settings."""
@@ -271,23 +258,16 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         if state["lengths"] != self._lengths_summary:
             raise ValueError(
                 f"the state was saved with other lengths: of {state['lengths']!r:.100}, and now they are of "
-                f"{self._lengths_summary!r}. Pass the same {self._units.noun}s in the same order, cut at the same "
-                "length, or begin the epoch anew."
+                f"{self._lengths_summary!r}. Pass the same, in the same order and cut alike, or begin the epoch anew."
             )
         try:
             *before, (saved, rows_done) = [(dict(own), rows) for own, rows in json.loads(state["segments"])]
             old = self._segment(epoch, before, saved)
             check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the state is damaged: its settings (segments) can't be read or planned: {error} Load another state, "
-                "or begin the epoch anew."
-            ) from None
+            raise ValueError(f"the state is damaged: segments can't be read or planned: {error} {_OTHER}") from None
         if old.digest != state["plan"]:
-            raise ValueError(
-                "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
-                "same settings. Resume with that version, or begin the epoch anew."
-            )
+            raise ValueError(f"another version of tritonpack or NumPy planned the state's batches. {_OTHER}")
         settings = self._settings(self.seed if self._seed_is_given or not self._epochs_differ else saved["seed"])
         begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
         made = old if same(saved, settings) else self._segment(epoch, before, settings)
@@ -319,15 +299,14 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
 
     @property
     def batch_size(self) -> None:
-        """None, because batches have different numbers of documents. Libraries that divide batches read it: ValueError
-        for batches of one rank of several, or a number of batches, that the processes can't divide.
+        """None: batches have different numbers of documents. Libraries that divide batches read it; ValueError for
+        batches of one rank, or a number of batches, that the processes can't divide.
         """
         processes = place_among_processes()[0]
         if (self._shard and self.num_replicas > 1) or self.num_replicas % processes:
             whose = "all ranks" if self.rank is None else f"rank {self.rank}"
             raise ValueError(
                 f"this sampler yields the batches of {whose}, of {self.num_replicas} ranks, which {processes} "
-                "processes can't divide without losing or repeating some. For accelerate or another library that "
-                "divides batches leave out num_replicas, rank and group, and pass shard=False; or don't let it prepare "
-                "this DataLoader."
+                "processes can't divide without losing or repeating some. For accelerate leave out num_replicas, rank "
+                "and group, and pass shard=False; or don't let it prepare this DataLoader."
             )

@@ -55,9 +55,8 @@ class EpochCounter:
         if epochs_differ and self._latest == self.epoch and not self._is_chosen:
             say_once(
                 "same-epoch",
-                f"a sampler or a stream begins a second pass over epoch {self.epoch}, so documents come in the same "
-                "order again. Call set_epoch(number) before each pass, on it or on the loader that accelerate made. If "
-                f"you want the same order, call set_epoch({self.epoch}) again.",
+                f"a sampler or a stream begins a second pass over epoch {self.epoch}, in the same order. Call "
+                "set_epoch(number) before each pass, on it or on the loader that accelerate made, also to repeat one.",
             )
         self._was_counted = self._is_counted
         self._latest, self._is_chosen, self._is_counted = self.epoch, False, False

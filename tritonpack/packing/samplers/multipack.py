@@ -92,9 +92,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
             raise ValueError(
-                f"the sampler divides the documents among {ranks} ranks, which would then have different numbers of "
-                "batches. Pass a sampler of all documents on every rank, such as torch's RandomSampler, and let "
-                "accelerate or Trainer divide the batches."
+                f"the sampler divides the documents among {ranks} ranks. Pass a sampler of all documents, such as a "
+                "RandomSampler, and let accelerate or Trainer divide the batches."
             )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
@@ -118,9 +117,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         self.group_size = check_integer(group_size, "group_size")
         if not drop_last and self.num_replicas > 1:
             raise ValueError(
-                f"drop_last=False doesn't give {self.num_replicas} processes equally many batches. Pass drop_last=True, or "
-                "plan all documents with MultipackDistributedBatchSampler(..., tail='spread', shard=False). If "
-                "nothing divides the batches, pass num_replicas=1."
+                f"drop_last=False doesn't give {self.num_replicas} processes equally many batches. Pass num_replicas=1 "
+                "if nothing divides batches, or use MultipackDistributedBatchSampler(..., tail='spread', shard=False)."
             )
 
     def _current(self) -> Plan:
@@ -144,9 +142,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             if batches < self.num_replicas:
                 raise ValueError(
                     f"{len(found)} documents make {len(counts)} bins of {self.batch_max_len} tokens, fewer than one "
-                    f"batch of batch_size={self.batch_size} for each of num_replicas={self.num_replicas} processes, "
-                    "and drop_last leaves out what makes none. Lower batch_size or batch_max_len, pass drop_last=False "
-                    "in one process, or num_replicas=1 if nothing divides the batches."
+                    f"batch of batch_size={self.batch_size} for each of num_replicas={self.num_replicas} processes. "
+                    "Lower them or batch_max_len, or pass drop_last=False in one process."
                 )
             counts = counts[: batches * self.batch_size]
         else:  # bins without documents complete the last batch

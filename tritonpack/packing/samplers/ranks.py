@@ -41,10 +41,7 @@ def place_in_world(
     """
     if group is not None:
         if num_replicas is not None or rank is not None:
-            raise ValueError(
-                f"group says how many replicas there are, and which one this process belongs to; got num_replicas="
-                f"{num_replicas} and rank={rank} beside it. Leave them out, or the group."
-            )
+            raise ValueError(f"leave out group, or num_replicas={num_replicas} and rank={rank}: group says both.")
         number, leaders = place_of_group(group)
         return len(leaders), number if shard else None
     processes, number = place_among_processes()
@@ -56,14 +53,13 @@ def place_in_world(
         if num_replicas > 1 and not is_known:
             raise ValueError(
                 f"num_replicas={num_replicas} doesn't say which rank this process is, of {processes} processes. Pass "
-                "rank, too, or call torch.distributed.init_process_group first and leave out num_replicas."
+                "rank, or call torch.distributed.init_process_group first and leave out num_replicas."
             )
         rank = number if num_replicas > 1 else 0
     elif can_compare(num_replicas) and rank != number:
         raise ValueError(
             f"rank={rank!r:.100} isn't this process, which is rank {number} of the {processes} ranks of the process "
-            "group. Leave out num_replicas and rank, or pass rank=torch.distributed.get_rank(), which LOCAL_RANK isn't "
-            "on several machines."
+            "group (on several machines LOCAL_RANK differs). Leave out num_replicas and rank."
         )
     return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
 
@@ -82,19 +78,15 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
     elif has_group() and isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
     else:
-        raise ValueError(
-            f"group must be a process group or a DeviceMesh, such as mesh['sp']; got {group!r:.100}. The group of all "
-            "ranks is torch.distributed.group.WORLD, once there is a process group."
-        )
+        raise ValueError(f"group must be a process group or a DeviceMesh, such as mesh['sp']; got {group!r:.100}.")
     world, first = dist.get_world_size(), ranks[0]
     distance = ranks[1] - first if len(ranks) > 1 else 1
     block = len(ranks) * distance
     leaders = [rank for rank in range(world) if rank % block < distance]
     if world % block or first not in leaders or ranks != list(range(first, first + block, distance)):
         raise ValueError(
-            f"the ranks {ranks} don't form a dimension of a mesh of {world} ranks, so the batches of the other ranks "
-            "aren't known. Take the group from torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), "
-            "mesh_dim_names=('dp', 'sp'))['sp']."
+            f"the ranks {ranks} don't form a dimension of a mesh of {world} ranks. Take the group from "
+            "torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), mesh_dim_names=('dp', 'sp'))['sp']."
         )
     return leaders.index(first), leaders
 
@@ -116,17 +108,13 @@ def compare(what: str, mine: Mapping[str, Any], differ: str, remedy: str, told: 
     """Compare the values of all ranks, and return what rank 0 tells. Every rank of the default group must call this.
 
     The values go through the store of the process group, not through a collective. So this works on every backend,
-    needs no device, and can name the ranks that don't come.
+    needs no device, and can name the ranks that don't come: a TimeoutError after the timeout of the process group.
 
     Args:
         what: what the ranks do here, for messages, such as "made this sampler".
-        mine: what every rank must have, as plain numbers and strings.
-        differ, remedy: what the error says before and after the values that differ.
+        mine: what every rank must have, as plain numbers and strings; ValueError on every rank if they differ.
+        differ, remedy: what that error says before and after the values that differ.
         told: what rank 0 tells the others.
-
-    Raises:
-        ValueError: on every rank, if values differ.
-        TimeoutError: ranks that don't come within the timeout of the process group.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     name = f"tritonpack/{next(_comparisons)}"
@@ -169,8 +157,7 @@ def _wait(store: Any, keys: list[str], keys_of_ranks: list[str], what: str) -> N
             waiting = (
                 f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} not {what}, and rank {dist.get_rank()} "
                 f"waits, because all {len(keys_of_ranks)} ranks compare their settings. Every rank must do so, in the "
-                "same order and with the same num_replicas. To look at a plan on one rank alone call "
-                "tritonpack.packing.plan_epoch."
+                "same order. To look at a plan on one rank alone call tritonpack.packing.plan_epoch."
             )
             if is_last:
                 raise TimeoutError(f"{waiting} The process group's timeout of {store.timeout} has passed.") from None
