@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -21,10 +21,9 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The documents of each bin, as arrays of entries and the offsets at which bins begin.
+    """The entries of each bin: whole documents, or pieces of documents that were too long.
 
-    An entry is a whole document, or a piece of a document that was too long. Here documents of 3 and 12 tokens, of
-    which the second is split into 8 and 4:
+    A document of 12 tokens is split into 8 and 4:
 
     >>> packing = pack([3, 12], capacity=8, overlong="split")
     >>> [items.tolist() for items in packing], packing.spans(1)
@@ -79,6 +78,9 @@ class Packing:
     def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
         """The items of a bin, a view; negative indices count from the end, IndexError for others."""
         return self.items[self._entries(bin_index)]
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return map(self.__getitem__, range(self.num_bins))
 
     def _entries(self, bin_index: int) -> slice:
         num_bins, bin_index = self.num_bins, index(bin_index)

@@ -18,8 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tritonpack packs and plans with loops that numba compiles, and numba can't be imported here "
-        f"({error}). Install it: pip install numba. PackingCollator and everything outside of "
-        "tritonpack.packing work without it."
+        f"({error}). Install it: pip install numba. PackingCollator works without it."
     ) from error
 
 compiled: Any = compilation.compiled()

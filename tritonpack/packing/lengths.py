@@ -144,7 +144,8 @@ def fit_lengths(
     if overlong == "drop" and too_long == array.size:
         raise ValueError(f"overlong='drop' leaves nothing: no {noun} fits into the {name} of {room}. Raise the {name}.")
     wide = array.astype(np.int64)
-    pieces = np.where(above, {"truncate": 1, "split": -(-wide // capacity), "drop": 0}[overlong], 1)
+    pieces_of: dict[str, Any] = {"truncate": 1, "split": -(-wide // capacity), "drop": 0}
+    pieces = np.where(above, pieces_of[overlong], 1)
     total = int(pieces.sum())
     if total > MAX_INT32:
         raise ValueError(f"splitting makes {total} pieces; at most {MAX_INT32} are packed at once. Pack in parts.")

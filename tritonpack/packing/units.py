@@ -75,11 +75,7 @@ class Units:
         >>> units.tokens.tolist(), units.squares.tolist() == [2 * (1 + 2 + 3 + 4 + 5 + 3) - 6]
         ([6], True)
 
-        Args:
-            groups: for each unit its sequences: at least one, of at least one token id each.
-
-        Raises:
-            ValueError: a unit without sequences, a sequence that isn't a row of integers.
+        `groups` has for each unit its sequences of token ids. ValueError: no sequence, or one without token ids.
         """
         sizes = []
         for number, group in enumerate(groups):

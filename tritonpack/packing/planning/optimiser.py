@@ -99,21 +99,17 @@ def plan_steps(
             unit = keys[place] & (1 << _BITS) - 1
             units[place], own[place], own_costs[place] = unit, tokens[unit], costs[unit]
             held += tokens[unit]
-        fill_evenly(own, own_costs, rows, most, row_of, of_rows)
-        taken = _placed(own, row_of)
+        taken = fill_evenly(own, own_costs, rows, most, row_of, of_rows)
         fuller = False
         open_rows = taken < min(held, whole) - whole // _OPEN
         if open_rows and _least_deferred(own, row_of) <= most // 2:
-            fill_closely(own, overdue, rows, most, other, of_units[4], of_units[5], of_rows[1])
-            gained = _placed(own, other)
+            gained = fill_closely(own, overdue, rows, most, other, of_units[4], of_units[5], of_rows[1])
             fuller = gained > taken + whole // _OPEN and _extremes(of_rows[1], rows)[0] > 0
             if fuller:
                 row_of, taken = other, gained
         uneven = taken < whole - whole // _UNEVEN
-        if uneven and not fuller:
-            fill_evenly(own, own, rows, most, other, of_rows)
-            if _placed(own, other) >= taken:
-                row_of = other
+        if uneven and not fuller and fill_evenly(own, own, rows, most, other, of_rows) >= taken:
+            row_of = other
         if steps > 1:
             _divide(own, own_costs, units, row_of, rows, ranks, uneven, of_rows)
         if ranks > 1:
@@ -172,16 +168,6 @@ def _extremes(values: Any, count: int) -> tuple[int, int]:
     for place in range(1, count):
         least, most = min(least, values[place]), max(most, values[place])
     return least, most
-
-
-@compiled_without_arrays
-def _placed(own: Any, row_of: Any) -> int:
-    """The tokens of the units that have a row."""
-    found = np.int64(0)
-    for unit in range(len(row_of)):
-        if row_of[unit] >= 0:
-            found += own[unit]
-    return found
 
 
 @compiled_without_arrays

@@ -131,14 +131,11 @@ def plan_epoch(
             "linear" tokens.
         tail: what happens to documents that don't fill a last step. "drop" leaves them out of this epoch, unless they
             fill the step to 95%. "keep" makes a short last step. "spread" divides all documents over as few steps as it
-            finds, which are about equally full. Every rank gets a document in the last step, which may come from any
-            step before. If there are too few documents, the last ranks get filler rows, each of which repeats one of
-            the shortest documents.
-        least_steps: the least number of steps. How well rows fill depends on the order, so epochs may have different
-            numbers of steps; with the largest of them each epoch has that number.
+            finds, which are about equally full. Every rank gets a document in the last step, from any step before, or
+            else a filler row, which repeats one of the shortest documents.
+        least_steps: the least number of steps, with which epochs of other orders have the same number.
         shuffle: shuffle the documents. False nearly keeps their order.
-        done: (documents,) bool, the documents that aren't planned; None for none. The others keep their order, and
-            under "drop" they may make a plan without steps.
+        done: (documents,) bool, the documents that aren't planned; None for none. The others keep their order.
 
     Raises:
         ValueError: lengths that don't fit, a wrong option, too little to fill one step to 95% under "drop", too few

@@ -39,11 +39,9 @@ class PlanStatistics:
         efficiency: tokens / (steps * ranks * capacity): how full the rows are.
         utilization: tokens / (ranks * the sum over steps of the fullest rank's tokens): the share of time in which
             ranks don't wait for the fullest rank, if time is proportional to tokens.
-        cost_utilization: the same with the cost of a Llama of 8 billion parameters, 29,446 * tokens + sum(length**2),
-            in place of tokens.
-        l2_lag: the root mean square over steps of the lag, in tokens. The lag of a step is sqrt(largest - smallest sum
-            of squared lengths of a rank).
-        l2_lag_max: the largest lag of a step.
+        cost_utilization: the same with 29,446 * tokens + sum(length**2), the cost of a Llama of 8 billion parameters.
+        l2_lag, l2_lag_max: the root mean square over steps, and the largest, of the lag of a step in tokens:
+            sqrt(largest - smallest sum of squared lengths of a rank).
         padding: the share of padding in padded rows; 0 for packed rows.
         spread: the standard deviation over steps of the mean document length, relative to random steps. It is above 1
             if some steps hold long documents and others short ones. None for fewer than three steps or equal lengths.
@@ -88,10 +86,8 @@ def plan_statistics(
     tokens_of = lengths.tokens if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
     squares_of = lengths.squares if isinstance(lengths, Units) else tokens_of**2
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):
-        raise ValueError(
-            f"the plan holds document {int(plan.items.max())}, but there are only {len(tokens_of)} lengths. Pass the "
-            "lengths that the plan was made from."
-        )
+        most, count = int(plan.items.max()), len(tokens_of)
+        raise ValueError(f"the plan holds document {most}, but there are only {count} lengths. Pass those of the plan.")
     if check_flag(padded, "padded") and isinstance(lengths, Units):
         raise ValueError("padded=True needs the lengths of documents: units don't tell their longest sequence.")
 

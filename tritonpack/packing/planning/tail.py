@@ -36,13 +36,10 @@ def check_tail(tokens: Tokens, capacity: int, num_ranks: int, tail: Tail) -> Non
 def spread(
     steps: Callable[..., NDArray[np.int64]], tokens: Tokens, capacity: int, num_ranks: int, least_steps: int
 ) -> NDArray[np.int64]:
-    """Plan all units in as few steps as found, but at least `least_steps`, about equally full.
+    """The row of each unit, `step * num_ranks + rank`, in as few steps as found, which are about equally full.
 
     Full rows tell how many steps are needed; then all but the last step get rows that are just large enough, if a plan
     is found. `steps` plans with rows of a capacity, which is smaller in steps before `last_step`.
-
-    Returns:
-        The row of each unit, `step * num_ranks + rank`.
     """
     rows = steps(capacity)
     num_steps = int(rows.max()) // num_ranks + 1
@@ -63,13 +60,13 @@ def whole_steps(
 
     The missing documents come from rows with more than one, from the latest steps first. Where no row has more than
     one, the shortest documents are packed together, if that saves a step. Where it doesn't, rows of the last ranks stay
-    empty.
-
-    Args:
-        rows: (documents,) `step * num_ranks + rank` of each document. Only rows of the last step may be empty.
+    empty. Before, only rows of the last step may be empty.
 
     Returns:
-        Their rows now, the number of steps, and the number of empty rows. ValueError: too few documents.
+        The row of each document, the number of steps, and the number of empty rows.
+
+    Raises:
+        ValueError: too few documents for `least_steps`.
     """
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
@@ -78,10 +75,8 @@ def whole_steps(
         if packed is not None:
             rows, num_steps = packed, most
     if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
-        raise ValueError(
-            f"{len(rows)} documents can't make least_steps={least_steps} steps in which each of {num_ranks} ranks has "
-            "one. Ask for fewer steps, use fewer ranks or more documents."
-        )
+        few = f"{len(rows)} documents can't make least_steps={least_steps} steps in which each of {num_ranks} ranks has"
+        raise ValueError(f"{few} one. Ask for fewer steps, or use fewer ranks.")
     num_steps = max(num_steps, least_steps)
     num_rows = num_steps * num_ranks
     held = np.bincount(rows, minlength=num_rows)

@@ -30,20 +30,13 @@ _OTHER = "Load another state, or begin the epoch anew."
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of an epoch that is planned with the same settings: what earlier parts left over.
-
-    A state holds the settings of all parts, which are planned again when it is loaded.
-
-    Attributes:
-        before: the settings of earlier parts, and how many of their rows are done.
-        steps_before: the steps of earlier parts; one that wasn't whole counts.
-    """
+    """A part of an epoch that is planned with the same settings: what earlier parts left over."""
 
     epoch: int
-    before: Sequence[tuple[dict[str, Any], int]]
+    before: Sequence[tuple[dict[str, Any], int]]  # the settings of earlier parts, and how many of their rows are done
     settings: dict[str, Any]
     plan: Plan
-    steps_before: int
+    steps_before: int  # of earlier parts; one that wasn't whole counts
 
     @cached_property
     def digest(self) -> str:
@@ -226,10 +219,9 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
-        If the settings plan the same epoch as the settings of the state, the batches are the same as without an
-        interruption. Otherwise, as with another number of ranks, the rest of the epoch is planned anew, and a warning
-        names the changes. Every document is then trained on once, except documents that `tail` leaves out. A sampler
-        without a seed takes the seed of the state. Every rank of a process group must call this, with the same state.
+        With settings that plan another epoch, such as another number of ranks, the rest of the epoch is planned anew,
+        and a warning names the changes. Every document is then trained on once, except documents that `tail` leaves
+        out. A sampler without a seed takes the seed of the state. Every rank of a process group must call this.
 
         Raises:
             ValueError: a damaged state, one of another class or version, one that was saved with other lengths,

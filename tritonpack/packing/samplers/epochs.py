@@ -152,14 +152,12 @@ def _is_sharded_stateful_pass() -> bool:
 def check_state(state: Any, names: set[str], owner: str) -> None:
     """ValueError unless a state has the version of this package and these names."""
     if not isinstance(state, Mapping) or not same(state.get("version"), VERSION) or state.keys() != names:
-        raise ValueError(
-            f"this isn't a state of version {VERSION} of {owner}, as state_dict() returns it; got {state!r:.300}. "
-            "Resume with the version of tritonpack that saved it, or begin the epoch anew."
-        )
+        remedy = "Resume with the version of tritonpack that saved it, or begin the epoch anew."
+        raise ValueError(f"this isn't a state of version {VERSION} of {owner}; got {state!r:.300}. {remedy}")
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the settings that differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    """The settings that differ, such as "seed was 1 and is 0"; an empty string if none does."""
     words = {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
     return "; ".join(
         f"{words.get(name, name)} was {saved[name]!r} and is {now!r}"

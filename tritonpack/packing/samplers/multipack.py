@@ -34,9 +34,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
     `DataLoader(BinDataset(dataset), batch_sampler=batches, collate_fn=PackingCollator())` loads a batch as one row of
     at most batch_size x batch_max_len tokens.
 
-    Every process computes the same batches from the seed and the epoch, and accelerate divides them. A second pass over
-    one epoch causes a warning: call `set_epoch` before each pass, as accelerate and Trainer do. To resume, choose the
-    epoch and skip the batches that are done, as Trainer and `accelerate.skip_first_batches` do.
+    Every process computes the same batches, and accelerate divides them. A second pass over one epoch causes a warning:
+    call `set_epoch` before each pass. To resume, choose the epoch and skip the batches that are done, as Trainer does.
 
     Attributes:
         epoch: the epoch of the next iteration.
@@ -44,20 +43,17 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             may be seeded differently.
 
     Args:
-        sampler: yields document numbers, the same on every rank: a sampler or any iterable. One with a `generator`
-            (torch's random ones) gets a new generator in each epoch, seeded by `seed` and the epoch. One with
-            `set_epoch` gets the epoch. The ranks compare the order of any other sampler at the start of a pass, so
-            every rank must iterate.
+        sampler: yields document numbers, the same on every rank: a sampler or any iterable. Torch's random ones get a
+            new `generator` in each epoch, seeded by `seed` and the epoch; one with `set_epoch` gets the epoch. The
+            ranks compare the order of any other sampler at the start of a pass, so every rank must iterate.
         batch_size: bins per batch.
         batch_max_len: tokens per bin.
         lengths: (documents,) whole numbers from 1 to `batch_max_len`, the tokens of each document of the dataset.
         bin_size: the largest number of documents per bin; None and 0 set no limit.
-        drop_last: leave out a last batch of fewer than `batch_size` bins, and batches that are too few for one per
-            process. False is for one process.
+        drop_last: leave out what makes no whole batch for each process. False is for one process.
         sequential: keep the order of the sampler; None means False.
         group_size: the number of documents that are packed at a time (without `sequential`).
-        num_replicas: the number of processes among which accelerate or Trainer divides the batches. None reads it from
-            torch.distributed, or from the launcher's WORLD_SIZE; without them it is 1.
+        num_replicas: the number of processes among which accelerate divides the batches; None: of all processes.
         packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect,
             because batches are counted, not estimated.
 
@@ -91,10 +87,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
-            raise ValueError(
-                f"the sampler divides the documents among {ranks} ranks. Pass a sampler of all documents, such as a "
-                "RandomSampler, and let accelerate or Trainer divide the batches."
-            )
+            advice = "Pass a sampler of all documents, such as a RandomSampler; accelerate divides the batches."
+            raise ValueError(f"the sampler divides the documents among {ranks} ranks. {advice}")
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
         # DistributedSampler has the attribute `shuffle`.

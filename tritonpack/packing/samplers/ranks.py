@@ -68,10 +68,7 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
     """The number of a group among all groups like it, and the first rank of each group.
 
     A group is one dimension of a mesh, or its last dimensions: n ranks at a distance of s. So the world is a mesh
-    (a, n, s), and a group is numbered by its place in (a, s).
-
-    Raises:
-        ValueError: no process group and no DeviceMesh, or ranks that aren't a dimension of a mesh of the whole world.
+    (a, n, s), and a group is numbered by its place in (a, s). ValueError for other groups.
     """
     if hasattr(group, "get_group"):
         ranks = sorted(group.mesh.flatten().tolist())
@@ -92,7 +89,7 @@ def place_of_group(group: Any) -> tuple[int, list[int]]:
 
 
 def can_compare(num_replicas: int) -> bool:
-    """Return whether every process of the group makes a sampler for this number of ranks, so that they can compare it.
+    """Return whether every process of the group makes a sampler for this number of ranks, and can compare it.
 
     Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.
     """
