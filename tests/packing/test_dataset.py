@@ -35,7 +35,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(module, "_BATCH_TOKENS", 25)
 
 
-ALGORITHMS = ["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
+ALGORITHMS = ["best_fit_decreasing", "best_fit", "next_fit"]
 
 
 @pytest.mark.fast("best_fit-drop", "best_fit_decreasing-split")

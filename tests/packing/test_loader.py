@@ -220,10 +220,6 @@ def test_options_reach_collator_dataloader_and_sampler():
     loader, expected = make(**options), MultipackDistributedBatchSampler(TOKENS, LENGTHS, 1, 0, **options)
     assert one_pass(loader) == list(expected)
     assert f"{120 - len(np.unique(expected.plan.items))} document" in str(loader)
-    loader = make(order=np.arange(120)[::-1])
-    rows = one_pass(loader)
-    assert "left out: no document of the order\n" in str(loader)
-    assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
 
 
 def test_print():
@@ -257,7 +253,6 @@ def test_a_table_is_measured_without_loading_examples():
     assert [key for key in loads if isinstance(key, (int, list))] == [[0]], "the first one, for its columns"
 
 
-ORDER = np.array([5, 37, *range(5), *range(6, 37), *range(38, 120)])  # document 37 isn't the first of its row
 OF_37 = int(LENGTHS[37])
 IN_LOADING = {  # a column of document 37 -> what is refused when it is loaded
     "negative": ({"input_ids": [-2] * OF_37}, "document 37 has -2 at position 0"),
@@ -275,7 +270,7 @@ def test_refused_in_loading(case):
     assert batch["bbox"].shape == (1, batch["input_ids"].shape[1], 2)
     wrong = [*documents[:37], documents[37] | column, *documents[38:]]
     with pytest.raises(ValueError, match=message):
-        list(make(wrong, tokens=4096, order=ORDER, per_token=("bbox",)))
+        list(make(wrong, tokens=4096, shuffle=False, per_token=("bbox",)))
     unit = [[one, wrong[37]] for one in documents]
     with pytest.raises(ValueError, match=message.replace("document 37", r"document 1 of example \d+")):
         list(make(unit, tokens=4096, per_token=("bbox",)))

@@ -239,7 +239,6 @@ def test_epochs_of_passes(kind, way, options, expected, monkeypatch):
     [
         (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0), True),
         (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0, shuffle=False), False),
-        (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0, order=np.arange(60)), False),
         (lambda: MultipackBatchSampler(RandomSampler(DOCUMENTS), 2, 256, LENGTHS), True),
         (lambda: MultipackBatchSampler(DistributedSampler(DOCUMENTS, 1, 0), 2, 256, LENGTHS), True),
         (lambda: MultipackBatchSampler(range(60), 2, 256, LENGTHS), False),

@@ -16,7 +16,7 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.columns import check_objective
 from tritonpack.packing.lengths import check_integer, count
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Order, Tail
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
@@ -140,8 +140,7 @@ class PackedDataLoader(DataLoader):
             left_out.append(f"{cut:,} tokens cut off by max_document_length")
         if dropped := rows.dropped_documents:
             left_out.append(f"{count(dropped, units.noun)} of this epoch that fill no last step (tail)")
-        nothing = "no document" if rows._order is None else "no document of the order"
-        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
+        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
         own = "" if isinstance(self.collate_fn, PackingCollator) else " of the first document"  # others may have others
         lines.append(f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
@@ -159,7 +158,6 @@ def dataloader(
     tail: Tail = "spread",
     overlong: Literal["error", "drop"] = "error",
     shuffle: bool = True,
-    order: Order | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     group: Any = None,
@@ -211,7 +209,7 @@ def dataloader(
             a function of a list of examples, or of lists of documents. Where a unit isn't as long as its documents
             together, as in trees, pass its `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
+        objective, tail, shuffle: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank, group: see MultipackDistributedBatchSampler.
@@ -267,7 +265,7 @@ def dataloader(
     assert own_rank is not None
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
-        order=order, epochs=epochs, shard=False, group=group,
+        epochs=epochs, shard=False, group=group,
     )  # fmt: skip
     return PackedDataLoader(reader, rows, own_rank, collate_fn, shard, **options)
 

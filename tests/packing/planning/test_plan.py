@@ -52,7 +52,7 @@ def cases(draw):
         "seed": draw(st.integers(0, 99)),
     }
     if draw(st.booleans()):
-        options |= {"order": rng.integers(0, count, draw(st.integers(0, count)))}
+        options |= {"done": rng.random(count) < draw(st.floats(0, 1))}
     return Units(lengths, squares), capacity, ranks, options
 
 
@@ -61,15 +61,16 @@ def cases(draw):
 def test_every_plan(case):
     """No row is too long or empty, no document comes twice, and none is left out but by tail="drop"."""
     units, capacity, ranks, options = case
-    count, order = len(units), options.get("order")
-    numbers = epoch_order(count, options["seed"], 0, options["shuffle"], order)
+    count, done = len(units), options.get("done")
+    numbers = epoch_order(count, options["seed"], 0, options["shuffle"])
+    numbers = numbers if done is None else numbers[~done[numbers]]
     plan, refused = None, ""
     try:
         plan = plan_epoch(units, capacity, ranks, **options)
     except ValueError as error:
         refused = str(error)
     if plan is None:
-        light = options["tail"] == "drop" and order is None and units.tokens.sum() < 0.95 * ranks * capacity
+        light = options["tail"] == "drop" and done is None and units.tokens.sum() < 0.95 * ranks * capacity
         assert ("can't fill one step" if light else "can't make least_steps") in refused
         assert light or options["least_steps"] * ranks >= len(numbers)
         return
@@ -80,13 +81,13 @@ def test_every_plan(case):
     assert rows.max(initial=0) <= capacity
     assert rows.min(initial=1) > 0
     assert (
-        plan.num_steps >= options["least_steps"] or (options["tail"] == "drop" and order is not None) or not order.size
+        plan.num_steps >= options["least_steps"] or (options["tail"] == "drop" and done is not None) or not len(numbers)
     )
     assert plan.left_out == len(numbers) - plan.num_documents
     fillers = plan.items[plan.num_documents :]
     tokens = np.sort(units.tokens[plan.items[: plan.num_documents]])
     assert units.tokens[fillers].tolist() == np.resize(tokens, plan.filler_rows).tolist(), "the shortest"
-    if order is None and count >= 20 * ranks and options["least_steps"] == 1:
+    if done is None and count >= 20 * ranks and options["least_steps"] == 1:
         assert deferrals(plan, numbers).max() < 3 * plan.steps_together
     again = plan_epoch(units, capacity, ranks, **options)
     assert (again.items.tolist(), again.offsets.tolist()) == (plan.items.tolist(), plan.offsets.tolist())
@@ -197,17 +198,14 @@ def test_orders():
     }
     assert len(plans) == 4
     in_order = plan_epoch(lengths, 256, 3, shuffle=False)
-    given_ = plan_epoch(lengths, 256, 3, order=lambda seed, epoch: np.arange(400))
-    assert (in_order.items.tolist(), in_order.steps_together) == (given_.items.tolist(), 1)
+    assert in_order.steps_together == 1
     plan = plan_epoch(np.full(64, 256), 1024, 2, shuffle=False)
     assert [sorted(plan.items[8 * step : 8 * step + 8].tolist()) for step in range(8)] == np.arange(64).reshape(
         8, 8
     ).tolist()
-    assert plan_epoch([5, 5, 5], 8, 2, order=np.array([1])).num_steps == 0, "it may fill no step"
-    assert plan_epoch([5, 5, 5], 8, 1, order=[1], tail="keep").items.tolist() == [1]
-
-
-ORDER = r"order must give numbers of documents, 0 to 7, in a one-dimensional array; got "
+    done = np.array([True, False, True])
+    assert plan_epoch([5, 5, 5], 8, 2, done=done).num_steps == 0, "the others may fill no step"
+    assert plan_epoch([9, 5, 9], 8, 1, done=done, tail="keep").items.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +220,7 @@ ORDER = r"order must give numbers of documents, 0 to 7, in a one-dimensional arr
         ({"capacity": 2**30 + 1}, "capacity must be an integer from 1 to 1073741824"),
         ({"num_ranks": 2**16 + 1}, "num_ranks must be an integer from 1 to 65536"),
         ({"tail": "keep", "least_steps": 3}, "8 documents can't make least_steps=3 steps in which each of 4 ranks has"),
-        *(({"order": order}, ORDER) for order in ([0, None], np.array([0.0]), np.array([[0]]), [8], [-1])),
-        ({"order": lambda seed, epoch: [0, 1.5]}, ORDER),
+        *(({"done": done}, "done must be 8 bools, one for each document; got") for done in ([True], np.zeros(8, int))),
     ],
 )
 def test_refuses(options, message):
@@ -234,10 +231,10 @@ def test_refuses(options, message):
 def test_rows_of_plans():
     plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
     assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
-    with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
+    with pytest.raises(IndexError, match="step 2, rank 0 of a plan of 2 steps and 2 ranks"):
         plan.row(2, 0)
     for items, offsets, num_ranks, message in (
-        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to the number of items, 2"),
+        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to 2, the number of items"),
         ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
         ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
     ):

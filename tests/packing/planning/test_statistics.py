@@ -108,7 +108,7 @@ def test_of_nothing_and_of_few_steps():
         ([3], {}, "holds document 1, but there are only 1 lengths"),
         ([3, 0], {}, "document 1 has length 0"),
         ([3.0, 4.0], {}, "row of integers"),
-        (Units.of_documents([3, 4]), {"padded": True}, "padded=True needs the lengths of documents"),
+        (Units([3, 4], [9, 16]), {"padded": True}, "padded=True needs the lengths of documents"),
         ([3, 4], {"plan": []}, "plan must be a Plan, .*; got list"),
     ],
 )

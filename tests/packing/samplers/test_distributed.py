@@ -50,11 +50,6 @@ def test_seeds_and_orders(monkeypatch):
     torch.manual_seed(4)
     assert (one.seed, sampler().seed, sampler(seed=5).seed) == (3, 4, 5)
     assert list(one) == list(sampler(seed=3)) != list(sampler())
-    assert "seed=3" in repr(one)
-    order = list(range(700))
-    given = sampler(order=order, tail="keep", seed=0)
-    order[:] = [0] * 700
-    assert sorted(given.plan.items[: given.plan.num_documents]) == list(range(700)), "a copy"
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"seed=None takes torch's seed.*for 4 ranks in 8 processes.*such as seed=0"):
         sampler()
@@ -148,7 +143,6 @@ def test_overlong(noun, make):
         ({"tail": "all"}, "tail must be one of"),
         ({"epochs": 0}, "epochs must be an integer from 1"),
         ({"lookahead": 0.1}, r"lookahead of MultipackDistributedBatchSampler\(\) was removed"),
-        ({"order": np.arange(8), "shuffle": False}, "shuffle=False has no effect on an order of your own"),
         *(
             ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*max_document_length")
             for given in ("truncate", "split")

@@ -58,8 +58,6 @@ def names_the_difference(rank):
             {"lengths": np.roll(LENGTHS, rank == 1)},
             "differ: the lengths is '200 doc.*' on ranks 0, 2 and '200 .*' on rank 1",
         ),
-        ({"order": np.roll(np.arange(200), rank == 1)}, "differ: the digest of order is '.*' on ranks 0, 2 and"),
-        ({"order": np.arange(200) if rank else None}, "the digest of order is None on rank 0 and '.*' on ranks 1, 2"),
         ({"lengths": units(squares=rank)}, "the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on rank 2"),
         ({"epochs": 1 + rank}, "differ: epochs is 1 on rank 0 and 2 on rank 1 and 3 on rank 2. Pass"),
         ({"shard": rank != 2}, "differ: shard is True on ranks 0, 1 and False on rank 2. Pass"),
@@ -90,7 +88,7 @@ def ranks_that_agree_get_their_parts(rank):
 def seed_is_that_of_rank_0(rank):
     torch.manual_seed(100 + rank)
     one = sampler()
-    assert on_all_ranks((one.seed, "seed=100" in repr(one))) == [(100, True)] * 3
+    assert on_all_ranks(one.seed) == [100] * 3
     torch.manual_seed(7)
     assert (sampler().seed, one.seed, sampler(seed=np.int64(3)).seed) == (7, 100, 3), "fixed when the sampler was made"
 
