@@ -183,7 +183,7 @@ def test_sorts_keys(count, most):
     ],
 )
 def test_fullest_bins_of_a_stream_are_halved(bins, ranks, expected):
-    assert _whole_rounds(bins, {length: (None, length) for length in range(10)}, ranks) == (expected, 0)
+    assert _whole_rounds(bins, {length: (None, length) for length in range(10)}, ranks) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -152,13 +152,13 @@ def test_ranks_share_bins(ranks, count, window):
 # options before and after -> what the refusal says; or "", if the bins go on
 SETTINGS = [
     ({}, {"capacity": 200}, "the tokens of a row was 100 and is 200"),
-    ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
-    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
+    ({}, {"window": 8, "max_items": 2}, "max_items was 2147483647 and is 2; window was 16 and is 8"),
+    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was 0 and is 1"),
     ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
     ({"capacity": 80, "overlong": "drop"}, {"capacity": 80, "overlong": "split"}, "overlong was 'drop' and"),
     ({}, {"documents": [[1] * 5] * 300}, "the documents aren't those that the state was saved with"),
     ({}, {"documents": DOCUMENTS[:30]}, "the documents aren't those that the state was saved with"),
-    ({}, {"shard": False}, ""),
+    ({}, {"shard": False}, "rank was 0 and is None"),
     ({}, {"overlong": "split"}, ""),
 ]  # fmt: skip
 
@@ -181,12 +181,9 @@ def test_damaged_states():
     stream = make()
     list(islice(stream, 30))
     state = stream.state_dict()
-    wrong = [("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
-             ("carried", [[10**9, 1, 1]]), ("too_long", {}), ("waiting", {1}), ("digest", 3)]  # fmt: skip
-    damaged = [({**state, name: value}, "the state is damaged") for name, value in wrong]
     lacking = {name: value for name, value in state.items() if name != "epoch"}
     others = lacking, {**state, "more": 1}, {**state, "version": 3}, {}, None
-    damaged += [(one, "this isn't a state of version 5 of PackedStream") for one in others]
+    damaged = [(one, "this isn't a state of version 5 of PackedStream") for one in others]
     for each, message in damaged:
         with pytest.raises(ValueError, match=message):
             stream.load_state_dict(each)
@@ -231,11 +228,11 @@ def test_states_of_datasets_and_of_their_shuffle_buffers():
 
 
 def test_an_iterator_is_read_once():
-    stream, iterator = make(), make(iter(DOCUMENTS))
+    stream = make()
     list(islice(stream, 5))
-    assert list(pickle.loads(pickle.dumps(stream))) == list(stream) == list(iterator)
-    with pytest.raises(ValueError, match=r"an iterator, which an earlier pass has read\. Pass something that can"):
-        list(iterator)
+    assert list(pickle.loads(pickle.dumps(stream))) == list(stream)
+    with pytest.raises(ValueError, match=r"that each pass can read, or a function that returns one.*list_iterator"):
+        make(iter(DOCUMENTS))
     with pytest.raises(TypeError):
         len(stream)
 
@@ -287,7 +284,7 @@ def test_ranks_of_the_launcher_and_divided_datasets(monkeypatch):
         assert len(list(stream)) == 8
 
 
-def test_accelerate_divides_bins_of_all_ranks_alone(monkeypatch):
+def test_accelerate_divides_bins_of_all_ranks_alone():
     """It would slice every tensor of a batch that it dispatches, also the boundaries of documents."""
     data_loader = pytest.importorskip("accelerate.data_loader")
 
@@ -299,14 +296,11 @@ def test_accelerate_divides_bins_of_all_ranks_alone(monkeypatch):
     shares = [list(prepare(make(num_replicas=5, shard=False), 5, rank)) for rank in range(5)]
     assert len({len(share) for share in shares}) == 1
     assert sorted(numbers_of(chain.from_iterable(chain.from_iterable(shares)))) == list(range(300))
-    with pytest.raises(ValueError, match=r"bins of rank 1 only.* among 2 processes again.*Pass shard=False"):
-        prepare(make(num_replicas=2, rank=1))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="Pass shard=False"):
-        prepare(make(num_replicas=1))
-    monkeypatch.delenv("WORLD_SIZE")
+    for options in ({"num_replicas": 2, "rank": 1}, {"num_replicas": 1}):
+        with pytest.raises(ValueError, match=r"or divide the bins of rank [01] again\. Pass it shard=False"):
+            next(iter(prepare(make(**options))))
     dispatched = {"device": torch.device("cpu"), "put_on_device": True, "collate_fn": PackingCollator()}
-    with pytest.raises(ValueError, match="Configure it with dispatch_batches=False"):
+    with pytest.raises(ValueError, match=r"slice the batches.*DataLoaderConfiguration\(dispatch_batches=False\)"):
         next(iter(prepare(make(), 1, 0, **dispatched)))
 
 
@@ -316,18 +310,15 @@ def test_workers_share_the_documents(source):
     assert sorted(numbers_of(DataLoader(make(source()), batch_size=None, num_workers=2))) == list(range(300))
 
 
-def test_workers_refuse_iterators_and_states_of_other_processes(monkeypatch):
+def test_workers_refuse_states_of_other_processes():
     stream, again = make(), make()
     list(DataLoader(stream, batch_size=None, num_workers=1))
     with pytest.raises(ValueError, match=r"workers of a DataLoader read this stream.*StatefulDataLoader"):
         stream.state_dict()
     list(islice(stream, 5))
     again.load_state_dict(stream.state_dict())
-    monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
-    with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
-        list(again)
-    with pytest.raises(ValueError, match="and 2 workers can't read one"):
-        list(make(iter(DOCUMENTS)))
+    with pytest.raises(ValueError, match=r"saved by worker None, and this is worker \[0, 2\]"):
+        list(DataLoader(again, batch_size=None, num_workers=2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
