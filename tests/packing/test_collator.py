@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tritonpack
 from tests.packing.tries import REPEATABLE
 from tritonpack import BlockDiagonalMask, PackingCollator, TreeCollator
-from tritonpack.packing.columns import LEARNED
+from tritonpack.packing.collator import LEARNED
 
 IGNORED = -100
 IDS = [5, 6, 7, 8]

@@ -231,7 +231,7 @@ def test_an_iterator_is_read_once():
     stream = make()
     list(islice(stream, 5))
     assert list(pickle.loads(pickle.dumps(stream))) == list(stream)
-    with pytest.raises(ValueError, match=r"that each pass can read, or a function that returns one.*list_iterator"):
+    with pytest.raises(ValueError, match=r"that each pass reads, or a function that returns one.*list_iterator"):
         make(iter(DOCUMENTS))
     with pytest.raises(TypeError):
         len(stream)

@@ -19,8 +19,8 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, is_held_back, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
-from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
+from tritonpack.packing.collator import Objective as LabelObjective
 from tritonpack.packing.reader import Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch

@@ -6,15 +6,14 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
-from tritonpack.checks import check_flag
+from tritonpack.checks import check_choice, check_flag
+from tritonpack.packing.collator import Objective as LabelObjective
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.columns import check_objective
 from tritonpack.packing.lengths import check_integer, count
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Order, Tail
 from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
@@ -44,20 +43,13 @@ class PackedDataLoader(DataLoader):
     """
 
     def __init__(
-        self,
-        documents: Reader,
-        rows: MultipackDistributedBatchSampler,
-        rank: int,
-        collate: Callable[[Any], Any],
-        shard: bool,
-        **options: Any,
+        self, documents: Reader, rows: MultipackDistributedBatchSampler, rank: int, shard: bool, **options: Any
     ) -> None:
-        self.rows, self.rank = rows, rank
+        self.documents, self.rows, self.rank = documents, rows, rank
         rows._advances = True
         self._own = _Rows(rows, rank)
         self._pass, self._done = 0, 0  # the latest pass over this loader, and the batches that it has handed out
-        self.documents = documents
-        super().__init__(documents, batch_sampler=self._own if shard else rows, collate_fn=collate, **options)
+        super().__init__(documents, batch_sampler=self._own if shard else rows, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -83,11 +75,7 @@ class PackedDataLoader(DataLoader):
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. Without it each pass is the epoch after the one before.
-
-        Raises:
-            ValueError: an epoch that isn't an integer of at least 0.
-        """
+        """Choose the epoch of the next pass, an integer of at least 0. Without it each pass is over the next epoch."""
         self.rows.set_epoch(epoch)
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
@@ -95,11 +83,10 @@ class PackedDataLoader(DataLoader):
 
         Args:
             batches_done: the batches of this epoch that this rank trained on. None counts the batches that the loop
-                got from this loader; batches that workers have fetched ahead don't count.
+                got from this loader, but not the ones that workers have fetched ahead.
 
         Raises:
-            ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
-                fetches batches from a copy of this loader.
+            ValueError: more batches than the epoch has; None for a loader that accelerate prepared.
         """
         rows = self.rows
         if batches_done is None and rows._waits:
@@ -108,8 +95,8 @@ class PackedDataLoader(DataLoader):
             batches_done = self._done
         elif batches_done is None:
             raise ValueError(
-                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+                "accelerate's loader fetched the batches, so they weren't counted here. Pass batches_done, the batches "
+                "of this epoch that this process trained on."
             )
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
         return rows.state_dict(done * rows.num_replicas)
@@ -148,33 +135,18 @@ class PackedDataLoader(DataLoader):
 
 
 def dataloader(
-    dataset: Any,
-    tokens: int,
-    *,
+    dataset: Any, tokens: int, *,
     lengths: Sequence[int] | NDArray[Any] | Units | None = None,
     documents: DocumentsOf | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    seed: int | None = None,
-    objective: Objective = "quadratic",
-    tail: Tail = "spread",
-    overlong: Literal["error", "drop"] = "error",
-    shuffle: bool = True,
-    order: Order | None = None,
-    num_replicas: int | None = None,
-    rank: int | None = None,
-    group: Any = None,
-    shard: bool = False,
-    epochs: int = 1,
-    labels: LabelObjective = "causal",
-    per_token: Collection[str] = (),
-    drop_columns: Collection[str] = (),
-    max_document_length: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    pad_token_id: int = 0,
+    seed: int | None = None, objective: Objective = "quadratic", tail: Tail = "spread",
+    overlong: Literal["error", "drop"] = "error", shuffle: bool = True, order: Order | None = None,
+    num_replicas: int | None = None, rank: int | None = None, group: Any = None, shard: bool = False, epochs: int = 1,
+    labels: LabelObjective = "causal", per_token: Collection[str] = (), drop_columns: Collection[str] = (),
+    max_document_length: int | None = None, pad_to_multiple_of: int | None = None, pad_token_id: int = 0,
     **options: Any,
-) -> PackedDataLoader:
-    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every
-    rank.
+) -> PackedDataLoader:  # fmt: skip
+    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, the same number of steps on every rank.
 
     It measures the documents, plans each epoch (MultipackDistributedBatchSampler) and joins the documents of a row
     (PackingCollator). Each pass over it is the next epoch, in another order.
@@ -200,16 +172,16 @@ def dataloader(
     PackedDataLoader of 4 units of 8 documents, 30 tokens (lengths from the documents of each example)
 
     Args:
-        dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
-            takes, or lists of such mappings.
+        dataset: tokenized documents, indexed from 0: mappings with the columns that PackingCollator takes, or lists of
+            such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
             `datasets.Dataset` it reads no tokens.
         documents: a function of an example that returns its documents, a list of mappings, the same each time: it is
             called to measure examples and again at each loading.
-        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below:
-            a function of a list of examples, or of lists of documents. Where a unit isn't as long as its documents
-            together, as in trees, pass its `lengths`.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator: a function of a list of
+            examples, or of lists of documents. For units that aren't as long as their documents, as trees, pass
+            `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
@@ -217,46 +189,39 @@ def dataloader(
         num_replicas, rank, group: see MultipackDistributedBatchSampler.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
-        epochs: pad this many epochs to the same number of steps, the largest of theirs. A training then has
-            `epochs * len(loader)` steps.
+        epochs: pad this many epochs to the same number of steps. A training then has `epochs * len(loader)` steps.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
             `collate_fn`.
         drop_columns: columns that are left out.
-        options: of torch's DataLoader: `num_workers`, `pin_memory`, `persistent_workers`, `generator`,
-            `worker_init_fn` and others, but none that choose documents.
+        options: of torch's DataLoader, such as `num_workers` and `pin_memory`, but none that choose documents.
 
     Raises:
         ValueError: a wrong option, lengths that don't fit, a column that can't be packed, a function that fails; while
-            loading, a document with another number of tokens than its length, documents with other columns than the
-            first.
+            loading, a document of another length than planned, or with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
     require_map_style(dataset)
     tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-    check_objective(labels, "labels")
+    check_choice(labels, get_args(LabelObjective), "labels")
     check_flag(shard, "shard")
     if unknown := sorted(options.keys() - set(_PASSED_ON)):
         refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
         raise ValueError(
-            f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
-            f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
-            "use DataLoader itself with tritonpack.PackingCollator()."
+            f"dataloader has no option {unknown[0]!r}. Of torch's DataLoader it takes {', '.join(_PASSED_ON)}; for "
+            "batches of your own use DataLoader itself with tritonpack.PackingCollator()."
         )
     packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
-    if collate_fn is None:
-        collate_fn = packing
-    elif not callable(collate_fn):
+    if collate_fn is not None and not callable(collate_fn):
         raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-    elif packing != PackingCollator():
-        unset = PackingCollator()
-        given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(unset, f.name)]
+    if collate_fn is not None and (given := [f.name for f in fields(packing) if getattr(packing, f.name) != f.default]):
         raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
+    collate_fn = packing if collate_fn is None else collate_fn
     collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
     if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
         raise ValueError(
-            f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
-            f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+            f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of}. Make tokens "
+            "a multiple of pad_to_multiple_of."
         )
     if hasattr(collate_fn, "measure"):
         refuse_removed(["measure"], "a collate_fn")
@@ -269,7 +234,7 @@ def dataloader(
         tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
         order=order, epochs=epochs, shard=False, group=group,
     )  # fmt: skip
-    return PackedDataLoader(reader, rows, own_rank, collate_fn, shard, **options)
+    return PackedDataLoader(reader, rows, own_rank, shard, collate_fn=collate_fn, **options)
 
 
 class _Rows(Sampler[list[int]]):
@@ -301,9 +266,9 @@ class _Rows(Sampler[list[int]]):
         """
         if self._rows.is_shared or self._rows.num_replicas > 1:
             raise ValueError(
-                f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks (it was made "
-                "with shard=True). Dividing them among processes again would lose most of them, or give ranks that "
-                "share rows different ones. For accelerate leave it out, or don't let it prepare this loader."
+                f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks. Dividing them "
+                "among processes again would lose most of them. Leave out shard=True for accelerate, or don't let it "
+                "prepare this loader."
             )
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tritonpack.packing.columns import TOKENS, Numbered, check_names, is_unit, named, quote
+from tritonpack.packing.collator import TOKENS, Numbered, check_names, named, quote
 from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
@@ -26,37 +26,28 @@ def require_map_style(dataset: Any) -> None:
     """ValueError for a dataset that can't be indexed by document."""
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
     if isinstance(dataset, (Mapping, str, bytes)) or not indexed or getattr(dataset, "ndim", 1) == 0:
-        remedy = "Pack iterables with pack_stream."
-        if isinstance(dataset, Mapping) and any(hasattr(part, "column_names") for part in dataset.values()):
-            remedy = f"Pass one of its datasets: {' or '.join(f'dataset[{name!r}]' for name in dataset)}."
         raise ValueError(
-            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
+            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pass one split "
+            "of a DatasetDict, and pack iterables with pack_stream."
         )
-
-
-def unreadable(what: str, error: Exception) -> Exception:
-    """The ValueError for a document whose dataset or stream fails. A failing connection keeps its kind, because
-    programs catch it to resume."""
-    kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
-    return kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": "))
 
 
 def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does.
 
     Raises:
-        ValueError: (or ConnectionError, TimeoutError) the dataset raises an exception; the message names the document.
+        ValueError: (or ConnectionError, TimeoutError, which programs catch to resume) the dataset raises an exception;
+            the message names the document.
     """
     at_once = getattr(dataset, "__getitems__", None)
     try:
         documents = list(at_once(list(numbers)) if callable(at_once) else map(dataset.__getitem__, numbers))
     except Exception as error:
-        for number in numbers:  # one of which fails alone, too
-            try:
-                dataset[number]
-            except Exception as own:
-                raise unreadable(f"document {number}", own) from own
-        raise unreadable(f"one of the documents {', '.join(map(str, numbers))}", error) from error
+        for number in numbers if len(numbers) > 1 else ():  # one of which fails alone, too
+            fetch(dataset, [number])
+        kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise kind(f"document {', '.join(map(str, numbers))} can't be read: {reason}") from error
     if len(documents) != len(numbers):
         raise ValueError(
             f"the dataset's __getitems__ returned {count(len(documents), 'document')} for the {len(numbers)} numbers "
@@ -66,9 +57,8 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
 
 
 def document_length(name: str, document: Any) -> int:
-    """The number of tokens of a document, at least one: the length of the row or of its "input_ids".
-
-    A batch of one row, as processors return it with `return_tensors="pt"`, is that row. The name is for messages.
+    """The number of tokens of a row or of its "input_ids", at least one. A batch of one row, as processors return it
+    with `return_tensors="pt"`, is that row. The name is for messages.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
     is_row = (type(tokens) is list and len(tokens) > 0 and type(tokens[0]) is int) or _is_row(tokens)  # most are these
@@ -119,8 +109,7 @@ def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
     if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
         raise ValueError(
             f"document {number} has {tokens} tokens and must be cut, but {quote(whole)} isn't a row of one value per "
-            "token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
-            "documents that are too long: overlong='drop'."
+            "token. Remove such columns (dataset.remove_columns), or pass overlong='drop'."
         )
     return {name: document[name][start:stop] for name in document}
 
@@ -158,33 +147,30 @@ class Reader(Dataset):
     source: str
 
     def __init__(
-        self,
-        dataset: Any,
-        lengths: Any = None,
-        documents: DocumentsOf | None = None,
-        drop_columns: Collection[str] = (),
-        collate: Any = None,
-    ) -> None:
+        self, dataset: Any, lengths: Any = None, documents: DocumentsOf | None = None,
+        drop_columns: Collection[str] = (), collate: Any = None,
+    ) -> None:  # fmt: skip
         check_names(drop_columns, "drop_columns", [TOKENS])
         if documents is not None and not callable(documents):
-            raise ValueError(
-                f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
-            )
+            raise ValueError(f"documents must be a function of an example; got {documents!r:.100}.")
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
         self.dataset, self._documents, self._unused = dataset, documents, frozenset[str]()
-        (first,) = fetch(dataset, [0])
-        (_, whole), *_ = named(self._read(first, 0), 0)
+        (example,) = fetch(dataset, [0])
+        _, first = self._read(example, 0)
+        _, whole = first[0]
         names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
         if absent := sorted({*drop_columns} - names):
             raise ValueError(
                 f"drop_columns names {quote(absent)}, which isn't there; the first example has the columns "
                 f"{quote(sorted(names)) or 'none'}."
             )
-        self._unused = frozenset(drop_columns)
+        if drop_columns:
+            self._unused = frozenset(drop_columns)
+            _, first = self._read(example, 0)
         self.columns = sorted(names - self._unused), sorted(self._unused)
         if collate is not None:
-            collate([named(self._read(first, 0), 0)[0][1]])
+            collate([first[0][1]])
         if isinstance(lengths, Reader):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
@@ -192,7 +178,7 @@ class Reader(Dataset):
             self._measure(lengths)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
         self._counts = collate is not None or self.source != _GIVEN
-        self._load(first, 0)
+        self._check(first, 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -201,8 +187,12 @@ class Reader(Dataset):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        examples = Numbered(map(self._load, fetch(self.dataset, numbers), numbers))
+        examples = Numbered()
         examples.numbers = numbers
+        for example, number in zip(fetch(self.dataset, numbers), numbers, strict=True):
+            several, found = self._read(example, number)
+            self._check(found, number)
+            examples.append([document for _, document in found] if several else found[0][1])
         return examples
 
     def cut(self, longest: int) -> Units:
@@ -234,7 +224,7 @@ class Reader(Dataset):
             for start in range(0, len(self.dataset), _AT_ONCE):
                 numbers = range(start, min(start + _AT_ONCE, len(self.dataset)))
                 for number, example in zip(numbers, fetch(self.dataset, numbers), strict=True):
-                    own = [*starmap(document_length, named(self._read(example, number), number))]
+                    own = [*starmap(document_length, self._read(example, number)[1])]
                     lengths += own
                     counts.append(len(own))
         self.lengths = None if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
@@ -245,26 +235,26 @@ class Reader(Dataset):
                 f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
             )
 
-    def _load(self, example: Any, number: int) -> Any:
-        """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
-        found = self._read(example, number)
-        if self._counts:
-            lengths = [*starmap(document_length, named(found, number))]
-            has = sum(lengths), sum(map(mul, lengths, lengths))
-            planned = self.units.tokens[number], self.units.squares[number]
-            if has != planned:
-                raise ValueError(
-                    f"example {number} has {has[0]} tokens and {has[1]} squared tokens, but {planned[0]} and "
-                    f"{planned[1]} by {self.source}. An example must have the same tokens whenever it is loaded. A "
-                    "function must return the same documents each time, and lengths= must be the tokens of each "
-                    "document, of examples with several Units.of_sequences(...); without it they are counted."
-                )
-        return found
+    def _check(self, found: list[tuple[str, Any]], number: int) -> None:
+        """ValueError unless the documents of an example have as many tokens as were planned."""
+        if not self._counts:
+            return
+        lengths = [*starmap(document_length, found)]
+        has = sum(lengths), sum(map(mul, lengths, lengths))
+        planned = self.units.tokens[number], self.units.squares[number]
+        if has != planned:
+            raise ValueError(
+                f"example {number} has {has[0]} tokens and {has[1]} squared tokens, but {planned[0]} and {planned[1]} "
+                f"by {self.source}. An example must have the same tokens whenever it is loaded. A function must return "
+                "the same documents each time, and lengths= must be the tokens of each document, of examples with "
+                "several Units.of_sequences(...); without it they are counted."
+            )
 
-    def _read(self, example: Any, number: int) -> Any:
-        """The document of an example, or the list of its documents, without unused columns."""
-        found, made = example, f"example {number}"
-        if self._documents is not None:
+    def _read(self, example: Any, number: int) -> tuple[bool, list[tuple[str, Any]]]:
+        """Whether an example has a list of documents; its documents after their names, without unused columns."""
+        if self._documents is None:
+            found, made = example, f"example {number}"
+        else:
             made = f"documents(...) of example {number}"
             try:
                 found = self._documents(example)
@@ -274,14 +264,13 @@ class Reader(Dataset):
                     f"documents failed on example {number}, which has the columns {quote(names) or '(none)'}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        several = is_unit(found)
-        if (self._documents is not None and not several) or (several and not found):
+        several, documents = named(found, number)
+        if (self._documents is not None and not several) or not documents:
             raise ValueError(
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        documents = list(found) if several else [found]
-        for place, one in enumerate(documents):
-            if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
-                documents[place] = {name: one[name] for name in one if name not in self._unused}
-        return documents if several else documents[0]
+        for place, (name, document) in enumerate(documents):
+            if isinstance(document, Mapping) and not self._unused.isdisjoint(document):
+                documents[place] = name, {key: document[key] for key in document if key not in self._unused}
+        return several, documents

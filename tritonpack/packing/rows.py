@@ -16,7 +16,7 @@ from pyarrow import compute, types
 
 from tritonpack import __version__
 from tritonpack.packing.bins import Algorithm, Packing, pack
-from tritonpack.packing.columns import (
+from tritonpack.packing.collator import (
     LABELS,
     LEARNED,
     LEFT_OUT,

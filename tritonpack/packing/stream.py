@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.columns import TOKENS, is_iterable
+from tritonpack.packing.collator import TOKENS, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
 from tritonpack.packing.reader import cut, document_length, is_from_datasets
 from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes, digest
@@ -266,8 +266,8 @@ def pack_stream(
     can_repeat = is_iterable(documents) and not isinstance(documents, Iterator)
     if not can_repeat and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
-            f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}, that each "
-            f"pass can read, or a function that returns one, such as a generator function; got {type(documents)}."
+            f"documents must be an iterable of rows of tokens or of mappings with {TOKENS!r} that each pass reads, or "
+            f"a function that returns one, such as a generator function; got {type(documents).__name__}."
         )
     check_flag(shard, "shard")
     ranks, rank = place_in_world(num_replicas, rank, shard)

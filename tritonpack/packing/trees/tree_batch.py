@@ -14,8 +14,7 @@ from torch import Tensor
 from tritonpack.checks import check_flag, describe
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.tree import ROOT
-from tritonpack.packing.collator import warn_if_unpatched
-from tritonpack.packing.columns import (
+from tritonpack.packing.collator import (
     IGNORED_LABEL,
     LABELS,
     LEARNED,
@@ -30,6 +29,7 @@ from tritonpack.packing.columns import (
     read_feature,
     read_features,
     read_sequences,
+    warn_if_unpatched,
 )
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
@@ -273,7 +273,7 @@ class TreeCollator:
         documents = read_features(features, "TreeCollator", _read)
         batch = _lay(documents)
         warn_if_unpatched(
-            documents,
+            len(documents),
             "unpatched-tree",
             f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
             "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) before "

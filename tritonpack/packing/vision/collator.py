@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import (
+from tritonpack.packing.collator import (
     IGNORED_LABEL,
     LABELS,
     MASK,
     PER_TOKEN,
     TOKENS,
     Columns,
+    PackingCollator,
     quote,
     read_feature,
     read_features,

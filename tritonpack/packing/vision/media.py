@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tritonpack.packing.columns import Columns, as_tensor, quote
+from tritonpack.packing.collator import Columns, as_tensor, quote
 from tritonpack.packing.vision.families import Column, Family
 
 MediaOf = dict[str, Columns]  # of an example: the columns of its images, and of its videos
