@@ -346,12 +346,7 @@ def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[A
     >>> masked_labels(columns | {"labels": np.array([-100, -100, -100, 9])}, [4]).tolist()
     [-100, -100, -100, 9]
 
-    Args:
-        columns: tensors or arrays of (tokens,) integers: `input_ids`, `labels` if there are any, masks of `LEARNED`.
-        lengths: the tokens of each document, at least 1.
-
-    Raises:
-        ValueError: a label where a mask is 0; the message names the first, numbered over all documents.
+    The columns are (tokens,) integers. ValueError names the first label where a mask is 0, counted over all documents.
     """
     ids, labels = np.asarray(columns[TOKENS]), np.asarray(columns.get(LABELS, columns[TOKENS]))
     if columns.keys().isdisjoint(LEARNED):
@@ -372,11 +367,8 @@ def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[A
 
 
 def join(documents: Sequence[Named]) -> tuple[Columns, list[int]]:
-    """The columns of all documents, end to end, and the lengths of the documents.
-
-    Raises:
-        ValueError: a document with other columns than the first, or with values of another kind or shape.
-    """
+    """The columns of all documents, end to end, and the lengths of the documents; ValueError unless all have the same
+    columns, of one kind and shape."""
     first_name, first = documents[0]
     parts: dict[str, list[Tensor]] = {}
     for name, columns in documents:

@@ -102,12 +102,8 @@ class PackedDataLoader(DataLoader):
         return rows.state_dict(done * rows.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next pass begins with the batch after the last one that the state counts.
-
-        Raises:
-            ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
-                unchanged.
-        """
+        """Resume: the next pass begins with the batch after the last one that the state counts. ValueError for a state
+        that is damaged or of other lengths; the loader is then unchanged."""
         self.rows.load_state_dict(state)
 
     def __str__(self) -> str:
@@ -161,19 +157,9 @@ def dataloader(
     >>> [batch["input_ids"].shape[1] for batch in loader]
     [8, 8, 8, 8, 8]
 
-    An example of the dataset may also be a *unit* of several documents, which stay in one row in their order, such as
-    the answers of a preference pair:
-
-    >>> pairs = [{"prompt": [1, 2], "chosen": [3] * n, "rejected": [4]} for n in (1, 2, 3, 4)]
-    >>> loader = dataloader(pairs, tokens=15, seed=0, documents=lambda pair: [
-    ...     {"input_ids": pair["prompt"] + pair[name], "completion_mask": [0, 0] + [1] * len(pair[name])}
-    ...     for name in ("chosen", "rejected")])
-    >>> print(str(loader).splitlines()[0])
-    PackedDataLoader of 4 units of 8 documents, 30 tokens (lengths from the documents of each example)
-
     Args:
-        dataset: tokenized documents, indexed from 0: mappings with the columns that PackingCollator takes, or lists of
-            such mappings.
+        dataset: tokenized documents, indexed from 0: mappings with the columns that PackingCollator takes. Or units,
+            lists of such mappings that stay in one row in their order, such as the answers of a preference pair.
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
             `datasets.Dataset` it reads no tokens.

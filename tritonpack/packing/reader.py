@@ -123,17 +123,7 @@ def _is_row(values: Any) -> bool:
 
 
 class Reader(Dataset):
-    """The documents of each example of a dataset: measured once, and counted again whenever they are loaded.
-
-    Item i is the document of example i, or the list of its documents.
-
-    Attributes:
-        units: what each example takes of a row, with documents of their whole lengths.
-        lengths: (documents,) int64, the tokens of each document, one example after the other; None if only units are
-            known.
-        counts: (examples,) int64, the documents of each example; 1 if only units are known.
-        source: where the lengths come from, for messages.
-        columns: the columns of the first document that are used, and those that aren't.
+    """The document, or the list of documents, of each example of a dataset: measured once, counted at each loading.
 
     Args:
         dataset, documents, drop_columns: see `dataloader`.
@@ -141,10 +131,11 @@ class Reader(Dataset):
         collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
     """
 
-    units: Units
-    lengths: NDArray[np.int64] | None
-    counts: NDArray[np.int64]
-    source: str
+    units: Units  # what each example takes of a row, with documents of their whole lengths
+    lengths: NDArray[np.int64] | None  # (documents,) one example after the other; None if only units are known
+    counts: NDArray[np.int64]  # (examples,) the documents of each; 1 if only units are known
+    source: str  # where the lengths come from, for messages
+    columns: tuple[list[str], list[str]]  # of the first document: used ones and others
 
     def __init__(
         self, dataset: Any, lengths: Any = None, documents: DocumentsOf | None = None,
@@ -162,8 +153,7 @@ class Reader(Dataset):
         names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
         if absent := sorted({*drop_columns} - names):
             raise ValueError(
-                f"drop_columns names {quote(absent)}, which isn't there; the first example has the columns "
-                f"{quote(sorted(names)) or 'none'}."
+                f"drop_columns names {quote(absent)}; the first example's columns are {quote(sorted(names)) or 'none'}."
             )
         if drop_columns:
             self._unused = frozenset(drop_columns)
@@ -198,10 +188,7 @@ class Reader(Dataset):
     def cut(self, longest: int) -> Units:
         """The units with at most `longest` tokens of each document; ValueError if only units are known."""
         if self.lengths is None:
-            raise ValueError(
-                "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
-                "the documents, and pass the units of what is left."
-            )
+            raise ValueError("max_document_length can't cut documents of lengths=Units(...); cut them before.")
         return Units.of_counts(np.minimum(self.lengths, longest), self.counts)
 
     def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
@@ -245,9 +232,8 @@ class Reader(Dataset):
         if has != planned:
             raise ValueError(
                 f"example {number} has {has[0]} tokens and {has[1]} squared tokens, but {planned[0]} and {planned[1]} "
-                f"by {self.source}. An example must have the same tokens whenever it is loaded. A function must return "
-                "the same documents each time, and lengths= must be the tokens of each document, of examples with "
-                "several Units.of_sequences(...); without it they are counted."
+                f"by {self.source}. A function must return the same documents each time, and lengths= must be the "
+                "tokens of each document, of examples with several Units.of_sequences(...)."
             )
 
     def _read(self, example: Any, number: int) -> tuple[bool, list[tuple[str, Any]]]:

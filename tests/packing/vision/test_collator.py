@@ -134,7 +134,7 @@ def test_columns_that_only_some_examples_need() -> None:
         assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
     glm4v = VisionPackingCollator(Rotated("glm4v"))  # whose frames have the token of images
     assert_same(glm4v([without(qwen(), "mm_token_type_ids")]), glm4v([qwen()]))
-    made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
+    made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1.0]), film(second_per_grid_ts=[0.5])])
     assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
     assert made["second_per_grid_ts"].dtype == torch.float32
 
@@ -229,7 +229,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
      "document 0 has 2 rows of input_ids; pass examples one by one"),
     (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
      r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
-    (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
+    (QWEN, [qwen(pixel_values=torch.ones(96))], "Don't take .0. of it or squeeze it"),
     (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))], "has 4 tokens of images .* and no pixels of images"),
     (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
     (TIMED, [film(second_per_grid_ts=[1.0]), film()], "document 0 has 'second_per_grid_ts' and another hasn't"),
@@ -251,13 +251,13 @@ REFUSED: list[tuple[Any, Any, str]] = [
      r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
     (Model("idefics3", scale_factor=1), [row(8) | {"pixel_attention_mask": torch.ones(1, 8, 4)}],
      "columns of different numbers of width: .*: 8, .*: 4"),
-    (MISTRAL3, [row(8) | {"image_sizes": [[16, 8]]}], "has image_sizes .* for pixel_values of 8 x 8 pixels; an image"),
+    (MISTRAL3, [row(8) | {"image_sizes": [[16, 8]]}], "has image_sizes .* for pixel_values of 8 x 8 pixels"),
     (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
     (Failing("qwen2_vl"), [TEXT, qwen()], r"document 1 .* Failing\.get_rope_index .*positions of shape \(3, 1, 1\)"),
-    (DINO, {}, "doesn't know llava with the vision tower 'dino'; it knows pixtral, clip_.* one example a row"),
+    (DINO, {}, "doesn't know llava with the vision tower 'dino', .*; it knows pixtral, clip_.* one example a row"),
     (Model("flamingo"), {}, "doesn't know model type 'flamingo'; it knows gemma3, .* batches of one example a row"),
     (nn.Linear(2, 2), {}, "doesn't know a model without a configuration"),
-    ("llava", {}, "model must be the image-text model that gets the batches; got str"),
+    ("llava", {}, "model must be the image-text model that gets the batches, a module; got str"),
     (Model("qwen2_vl"), {}, "has no get_rope_index"),
     (LLAVA, {"pad_to_multiple_of": 8, "pad_token_id": 60}, "pad_token_id=60 is the token of images"),
     (LLAVA, {"per_token": ["w"]}, "per_token= of VisionPackingCollator was removed: .*remove_columns"),
