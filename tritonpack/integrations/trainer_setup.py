@@ -21,7 +21,7 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
 from tritonpack.packing.collator import Objective as LabelObjective
-from tritonpack.packing.reader import Reader, fetch
+from tritonpack.packing.loader import Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.removed import OPTIONS, refuse_removed

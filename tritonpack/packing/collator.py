@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonpack import notices
 from tritonpack.checks import check_choice, describe
-from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.lengths import TOKENS, check_integer
 from tritonpack.removed import refuse_removed
 
 Objective = Literal["causal", "tokens"]
@@ -24,7 +24,7 @@ Columns = dict[str, Tensor]
 T = TypeVar("T")
 Named = tuple[str, Columns]  # the name of a document for messages, such as "document 3", and its columns
 
-TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+LABELS, MASK = "labels", "attention_mask"
 IGNORED_LABEL = -100  # transformers and torch's cross_entropy leave it out of the loss
 # Columns with one value per token, and their value for padding.
 PER_TOKEN = {

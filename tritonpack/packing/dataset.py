@@ -9,8 +9,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from tritonpack.packing.bins import Algorithm
-from tritonpack.packing.lengths import Overlong
-from tritonpack.packing.reader import fetch, is_table, require_map_style
+from tritonpack.packing.lengths import Overlong, is_table
+from tritonpack.packing.loader import fetch, require_map_style
 from tritonpack.removed import refuse_removed
 
 

@@ -25,15 +25,13 @@ from tritonpack.packing.collator import (
     PER_TOKEN,
     POSITIONS,
     SEQ_LENGTHS,
-    TOKENS,
     check_names,
     masked_labels,
     naming,
     quote,
     read_feature,
 )
-from tritonpack.packing.lengths import Overlong, check_integer
-from tritonpack.packing.reader import table_lengths
+from tritonpack.packing.lengths import TOKENS, Overlong, check_integer, table_lengths
 
 _INT8 = (MASK, "special_tokens_mask", *LEARNED)
 _KNOWN = (TOKENS, LABELS, *PER_TOKEN)

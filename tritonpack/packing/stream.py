@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,9 +19,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.collator import TOKENS, is_iterable
-from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
-from tritonpack.packing.reader import cut, document_length, is_from_datasets
+from tritonpack.packing.collator import is_iterable
+from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, cut, document_length
 from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes, digest
 from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.removed import refuse_removed
@@ -143,7 +142,7 @@ class PackedStream(EpochCounter, IterableDataset):
         if hasattr(values, "set_epoch") and self._sets_epochs:
             values.set_epoch(self.epoch)
         if self._place["source"] is not None:
-            if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
+            if hasattr(values, "_ex_iterable"):  # of datasets: a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
             values.load_state_dict(self._place["source"])
@@ -266,18 +265,18 @@ def pack_stream(
     can_repeat = is_iterable(documents) and not isinstance(documents, Iterator)
     if not can_repeat and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
-            f"documents must be an iterable of rows of tokens or of mappings with {TOKENS!r} that each pass reads, or "
+            f"documents must be an iterable of rows of tokens or of mappings with 'input_ids' that each pass reads, or "
             f"a function that returns one, such as a generator function; got {type(documents).__name__}."
         )
     check_flag(shard, "shard")
     ranks, rank = place_in_world(num_replicas, rank, shard)
-    if ranks > 1 and is_from_datasets(documents, "IterableDataset") and getattr(documents, "_distributed", None):
+    if ranks > 1 and getattr(documents, "_distributed", None):
         raise ValueError(
             "the documents are divided among ranks already (split_dataset_by_node). Pass all, or num_replicas=1."
         )
     options = {
         "capacity": check_integer(capacity, "capacity"), "window": check_integer(window, "window"),
-        "overlong": check_choice(overlong, POLICIES, "overlong"),
+        "overlong": check_choice(overlong, get_args(Overlong), "overlong"),
         "max_items": check_limit(max_items, "max_items"), "num_replicas": ranks, "rank": rank,
     }  # fmt: skip
 

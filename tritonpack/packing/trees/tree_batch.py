@@ -20,7 +20,6 @@ from tritonpack.packing.collator import (
     LEARNED,
     LEFT_OUT,
     MASK,
-    TOKENS,
     Columns,
     Named,
     join,
@@ -31,6 +30,7 @@ from tritonpack.packing.collator import (
     read_sequences,
     warn_if_unpatched,
 )
+from tritonpack.packing.lengths import TOKENS
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
 

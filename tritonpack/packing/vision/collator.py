@@ -15,7 +15,6 @@ from tritonpack.packing.collator import (
     LABELS,
     MASK,
     PER_TOKEN,
-    TOKENS,
     Columns,
     PackingCollator,
     as_tensor,
@@ -23,6 +22,7 @@ from tritonpack.packing.collator import (
     read_feature,
     read_features,
 )
+from tritonpack.packing.lengths import TOKENS
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Column, Family
 from tritonpack.removed import refuse_removed
 
