@@ -1,6 +1,5 @@
 """Compares documents in a pack with the same documents alone, to the bit, for the tests of the backends."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,26 +31,26 @@ def moved_outputs(
     inputs = make_inputs(case, dtype, device)
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "dlse": inputs.dlse.T}
 
-    def outputs(mask: BlockDiagonalMask, change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-        q, k, v, dout, dlse = (change(name, x) for name, x in tensors.items())
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    def outputs(mask: BlockDiagonalMask, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        q, k, v = (given[name].clone().requires_grad_() for name in ("q", "k", "v"))
         out, lse = varlen_attention(
-            *leaves, mask, sinks=inputs.sinks, return_lse=True, pack_invariant=pack_invariant, backend=backend,
+            q, k, v, mask, sinks=inputs.sinks, return_lse=True, pack_invariant=pack_invariant, backend=backend,
             **inputs.keywords,
         )  # fmt: skip
-        grads = torch.autograd.grad((out, lse), leaves, (dout, dlse.T))
+        grads = torch.autograd.grad((out, lse), (q, k, v), (given["dout"], given["dlse"].T))
         return dict(zip(ROW_OUTPUTS, (out.detach(), lse.detach().T, *grads), strict=True))
 
-    packed, moved, begin = outputs(inputs.mask, lambda name, x: x), set(), 0
+    packed, moved, begin = outputs(inputs.mask, tensors), set(), 0
     for length in case.seqlens:
         rows = slice(begin, begin + length)
         begin += length
         mask = BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window, device=device)
-        alone = outputs(mask, lambda name, x, rows=rows: x[rows])
+        alone = outputs(mask, {name: x[rows] for name, x in tensors.items()})
         if poison:
             others = torch.ones(len(inputs.q), dtype=torch.bool, device=device)
             others[rows] = False
-            packed = outputs(inputs.mask, lambda name, x, others=others: _poisoned(x, others) if name in poison else x)
+            poisoned = {name: _poisoned(x, others) if name in poison else x for name, x in tensors.items()}
+            packed = outputs(inputs.mask, poisoned)
         moved |= {name for name, x in alone.items() if not torch.equal(x, packed[name][rows])}
     return moved
 

@@ -18,9 +18,9 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
-from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.reader import Reader, fetch
+from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
+from tritonpack.packing.collator import Objective as LabelObjective
+from tritonpack.packing.loader import Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.patches.compact import Saved
