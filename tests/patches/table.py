@@ -17,7 +17,6 @@ import transformers
 from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases
 from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, RESULTS, SHOWN, Row
-from tests.patches.sweep.running import takes_options
 
 PAGE = Path(__file__).parent / "sweep" / "models.md.in"  # docs/models.md, with fields in braces
 COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
@@ -49,7 +48,7 @@ def class_rows(found: Found) -> str:
     lines = [head, ["---"] * len(head)]
     for case in found.listed:
         patch = found.of(case, "patch")
-        ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if takes_options(case) else ()))]
+        ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if case.takes_options else ()))]
         ways = ways[:1] if patch.verdict in NEVER else ways
         verdicts = [row.verdict for row in ways]
         reasons = [why(row) for row in ways if row.how != "name"]
@@ -94,7 +93,7 @@ def sentence(found: Found, version: str) -> str:
 
 
 def page(found: Found, version: str) -> str:
-    exact = [case for case in found.listed if takes_options(case) and found.of(case, "patch").verdict == "exact"]
+    exact = [case for case in found.listed if case.takes_options and found.of(case, "patch").verdict == "exact"]
     lines = []
     for how, of in (("patch", found.listed), ("name", found.listed), *((option, exact) for option in OPTIONS)):
         seen = found.count(how, of)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches import table, zoo
-from tests.patches.sweep import forms, results, running
+from tests.patches.sweep import __main__ as sweep
+from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, no_text
-from tests.patches.sweep.judging import Trial
+from tests.patches.sweep.judging import Trial, judge_case
 from tests.patches.sweep.results import OPTIONS, Row
-from tests.patches.sweep.running import judge_case, takes_options
 from tests.patches.sweep.subject import Subject
 from tritonpack.patches import compact
 from tritonpack.patches.measuring import quiet
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 CASES = {case.key: case for case in cases()}
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 BUILT = sorted(key for key in CASES if (row := STORED.get((key, "patch"))) and row.verdict not in results.NEVER)
-CAUSAL = [key for key in BUILT if takes_options(CASES[key])]
+CAUSAL = [key for key in BUILT if CASES[key].takes_options]
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
 
 # Every class
@@ -203,12 +203,12 @@ def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_crash_and_a_hang_cost_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     does: dict[str, Callable[[], Any]] = {"crash": lambda: os._exit(3), "hang": lambda: time.sleep(600)}
 
-    def judge(given: Case, **options: Any) -> list[Row]:
+    def judge(given: Case, hows: Any) -> list[Row]:
         does.get(given.name, int)()
         return [Row(given.key, "patch", "exact")]
 
-    monkeypatch.setattr(running, "judge_case", judge)
-    rows = running.run([Case(name, "a", ()) for name in ("first", *does, "last")], jobs=2, limit=2.0)
+    monkeypatch.setattr(sweep, "judge_case", judge)
+    rows = sweep.run([Case(name, "a", ()) for name in ("first", *does, "last")], jobs=2, limit=2.0)
     assert {row.key: row.reason for row in rows} == {
         "first/a": "", "crash/a": "its process ended with 3", "hang/a": "it took more than 2 seconds", "last/a": "",
     }  # fmt: skip

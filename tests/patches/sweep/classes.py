@@ -35,29 +35,22 @@ class Case:
     def key(self) -> str:
         return f"{self.name}/{self.model_type}"
 
-
-@functools.cache
-def mappings() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return {mapping: {model type: names of classes}} of transformers, without importing any class."""
-    found = {}
-    for name, mapping in vars(modeling_auto).items():
-        if not name.endswith(SUFFIX) or not name.startswith("MODEL_"):
-            continue
-        short = name.removeprefix(PREFIX).removesuffix(SUFFIX) if name.startswith(PREFIX) else "BASE"
-        found[short] = {
-            kind: tuple(names) if isinstance(names, (tuple, list)) else (names,) for kind, names in mapping.items()
-        }
-    return found
+    @property
+    def takes_options(self) -> bool:
+        """Whether it is tried with `unpad` and `share_prefixes`: causal language models are."""
+        return "CAUSAL_LM" in self.mappings
 
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return every pair of class and model type once, grouped by type."""
+    """Return every pair of class and model type once, grouped by type, without importing any class."""
     homes: dict[tuple[str, str], list[str]] = {}
-    for mapping, kinds in mappings().items():
-        for kind, names in kinds.items():
-            for name in names:
-                homes.setdefault((kind, name), []).append(mapping)
+    for mapping, kinds in vars(modeling_auto).items():
+        if mapping.startswith("MODEL_") and mapping.endswith(SUFFIX):
+            short = mapping.removeprefix(PREFIX).removesuffix(SUFFIX) if mapping.startswith(PREFIX) else "BASE"
+            for kind, names in kinds.items():
+                for name in names if isinstance(names, (tuple, list)) else (names,):
+                    homes.setdefault((kind, name), []).append(short)
     return tuple(Case(name, kind, tuple(found)) for (kind, name), found in sorted(homes.items()))
 
 
@@ -77,14 +70,9 @@ def load(case: Case) -> Any:
 # Parameters by which a forward takes text.
 IDS = ("input_ids", "decoder_input_ids")
 
-# Classes with such a parameter that isn't given text.
-STEP = "its decoder_input_ids are the one token of a decoding step"
-NOT_TEXT: dict[str, str] = {
-    "Nemotron3_5AsrForRNNT": STEP,
-    "NemotronAsrStreamingForRNNT": STEP,
-    "ParakeetForRNNT": STEP,
-    "ParakeetForTDT": STEP,
-}
+# Classes with such a parameter that isn't given text, and why.
+ONE_STEP = ("Nemotron3_5AsrForRNNT", "NemotronAsrStreamingForRNNT", "ParakeetForRNNT", "ParakeetForTDT")
+NOT_TEXT = dict.fromkeys(ONE_STEP, "its decoder_input_ids are the one token of a decoding step")
 
 
 def no_text(cls: Any) -> str | None:
@@ -94,10 +82,8 @@ def no_text(cls: Any) -> str | None:
     """
     if why := NOT_TEXT.get(cls.__name__):
         return why
-    names = inspect.signature(cls.forward).parameters
-    if any(name in names for name in IDS):
-        return None
-    return "its forward has no input_ids"
+    takes_ids = any(name in inspect.signature(cls.forward).parameters for name in IDS)
+    return None if takes_ids else "its forward has no input_ids"
 
 
 class NotBuiltError(Exception):
