@@ -65,32 +65,21 @@ def test_one_graph_for_every_length(family: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
-def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
-    """The first batches, with one document and with several, make all graphs; later batches make none."""
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "roformer", "openai-gpt"])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
+def test_families_with_several_graphs(family: str, inside: bool) -> None:
+    """Graphs read the packing of their own call. The first batches, with one document and with several, make all graphs
+    of recurrent layers; later batches make none."""
     graphs, model, seen = Graphs(), with_grouped_experts(zoo.tiny_model(family)), []
     with tritonpack.patch(model):
-        compiled = torch.compile(model, backend=graphs, dynamic=True)
-        for lengths in LAYOUTS:
-            call = call_of(pieces=documents(lengths))
-            assert torch.equal(compiled(**call).logits, model(**call).logits), lengths
-            seen.append(graphs.count)
-    assert seen[2:] == seen[2:3] * len(seen[2:])
-
-
-@slow
-@pytest.mark.parametrize("family", ["roformer", "openai-gpt"])
-@pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
-def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) -> None:
-    torch._dynamo.reset()
-    model = zoo.tiny_model(family)
-    with tritonpack.patch(model):
         whole = model.base_model if inside else model
-        compiled = torch.compile(whole, backend="eager", dynamic=True)
-        for lengths in LAYOUTS[:3]:
+        compiled = torch.compile(whole, backend=graphs, dynamic=True)
+        for lengths in LAYOUTS:
             for form in ("position_ids", "segments_alone"):
                 call = call_of(form, documents(lengths))
                 torch.testing.assert_close(compiled(**call)[0], whole(**call)[0])
+            seen.append(graphs.count)
+    assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
 @slow
@@ -107,17 +96,10 @@ def test_refusals_in_a_graph() -> None:
 # Padded batches
 
 
-def compile_parts(parts: list[nn.Module], model: nn.Module, **options: Any) -> nn.Module:
-    for part in parts:
-        part.compile(**options)
-    return model
-
-
-COMPILED: dict[str, Callable[..., Any]] = {
-    "whole": torch.compile,
-    "in place": lambda model, **options: compile_parts([model], model, **options),
-    "base model": lambda model, **options: compile_parts([model.model], model, **options),
-    "each layer": lambda model, **options: compile_parts(list(model.model.layers), model, **options),
+COMPILED: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "in place": lambda model: [model],
+    "base model": lambda model: [model.model],
+    "each layer": lambda model: list(model.model.layers),
 }
 
 
@@ -135,7 +117,9 @@ def test_graphs_fit_all_shapes(compiled: str, family: str, dynamic: bool | None,
     graphs, model, twin = Graphs(), training_model(family, **layers), training_model(family, **layers)
     evaluated = (compiled, dynamic) == ("whole", True)
     with tritonpack.patch(model, **options) as handle:
-        called = COMPILED[compiled](model, backend=graphs, dynamic=dynamic)
+        called: Any = torch.compile(model, backend=graphs, dynamic=dynamic) if compiled == "whole" else model
+        for part in COMPILED[compiled](model) if called is model else ():
+            part.compile(backend=graphs, dynamic=dynamic)
         for number in range(6):
             batch = padded_batch(number)
             with torch._dynamo.config.patch(error_on_recompile=number >= (1 if dynamic else 3)):

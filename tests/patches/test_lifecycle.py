@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -466,34 +465,6 @@ def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInte
     """The comparison does find the changes by `register`."""
     result = fresh.run(UNTOUCHED)
     assert result.stdout.split("\n")[:-1] == ["True []", "True"], result.stderr
-
-
-LOAD_AND_CALL = """
-import pickle, sys, torch
-with open({path!r}, "rb") as file:
-    model = pickle.load(file)
-try:
-    model(torch.arange(4)[None])
-except Exception as error:
-    print(type(error).__name__, error)
-import tritonpack
-tritonpack.register()
-print(tuple(model(torch.arange(4)[None]).logits.shape))
-"""
-
-
-@pytest.mark.slow
-def test_a_patched_model_loaded_in_another_process_asks_for_register(fresh: FreshInterpreters, tmp_path: Path) -> None:
-    model, path = tiny_model("llama"), tmp_path / "patched.pickle"
-    with tritonpack.patch(model):
-        path.write_bytes(pickle.dumps(model))
-    result = fresh.run(LOAD_AND_CALL.format(path=str(path)))
-    refused, called = result.stdout.splitlines()
-    words = (
-        "UnsupportedModelError the attention function 'tritonpack' isn't registered in this process; call tritonpack.r"
-    )
-    assert refused.startswith(words)
-    assert called == "(1, 4, 64)"
 
 
 def test_a_model_that_has_the_name_is_patched(tmp_path: Any) -> None:
