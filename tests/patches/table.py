@@ -73,14 +73,6 @@ def why(row: Row, longest: int = 160) -> str:
     return said if len(said) <= longest else said[: longest - 3] + "..."
 
 
-def left_out(found: Found) -> str:
-    reasons: dict[str, set[str]] = {}
-    for case in cases():
-        if (row := found.of(case, "patch")).verdict == "no text":
-            reasons.setdefault(row.reason, set()).add(case.name)
-    return "\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in sorted(reasons.items()))
-
-
 def sentence(found: Found, version: str) -> str:
     """What the README says of all classes."""
     seen = found.count("patch", cases())
@@ -93,6 +85,11 @@ def sentence(found: Found, version: str) -> str:
 
 
 def page(found: Found, version: str) -> str:
+    reasons: dict[str, list[str]] = {}  # of classes without text
+    for case in sorted(cases(), key=lambda case: case.name):
+        if (row := found.of(case, "patch")).verdict == "no text" and case.name not in reasons.get(row.reason, ()):
+            reasons.setdefault(row.reason, []).append(case.name)
+    left_out = "\n".join(f"- {reason}: {', '.join(names)}." for reason, names in sorted(reasons.items()))
     exact = [case for case in found.listed if case.takes_options and found.of(case, "patch").verdict == "exact"]
     lines = []
     for how, of in (("patch", found.listed), ("name", found.listed), *((option, exact) for option in OPTIONS)):
@@ -103,7 +100,7 @@ def page(found: Found, version: str) -> str:
         lines.append(f"- **{how}**, of {len(of)} {classes}: {counts}.")
     return PAGE.read_text().format(
         version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "),
-        verdicts="\n".join(lines), rows=class_rows(found), left_out=left_out(found),
+        verdicts="\n".join(lines), rows=class_rows(found), left_out=left_out,
     )  # fmt: skip
 
 
@@ -113,14 +110,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--shown", type=Path, default=SHOWN)
     options = parser.parse_args()
-    version, rows = transformers.__version__, results.load(options.results)
-    found = Found(results.load(options.results, version))
-    options.out.write_text(page(found, version))
-    results.save_shown(rows, options.shown)
-    print(sentence(found, version))
-    for version in sorted({row.version for row in rows}, key=lambda version: [*map(int, version.split("."))]):
-        seen = Counter(x.verdict for x in rows if x.version == version and x.how == HOWS[0])
-        print(f"transformers {version}: " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS))
+    found = Found(results.load(options.results, transformers.__version__))
+    options.out.write_text(page(found, transformers.__version__))
+    results.save_shown(results.load(options.results), options.shown)
+    print(sentence(found, transformers.__version__))
     print(f"{options.out} and {options.shown} written")
 
 

@@ -16,7 +16,6 @@ from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, relative, require_exact, told
 from tests.patches.comparison import apart, tolerance
 from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
-from tests.patches.padded_batches import padded_batch, step
 from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject, difference
 from tests.patches.zoo import PAIRS, tiny_pair_model
@@ -121,24 +120,6 @@ def test_mixed_precision_training(family: str) -> None:
     assert (gradient - expected_gradient).norm() < 0.05 * expected_gradient.norm()
 
 
-def test_dropout_in_training() -> None:
-    """The same random state drops the same pairs, also in the recomputation of a checkpoint."""
-    model, call = tiny_model("llama", attention_dropout=0.5).train(), call_of("without_cache")
-
-    def gradient() -> Tensor:
-        torch.manual_seed(3)
-        model.zero_grad()
-        model(**call, labels=call["input_ids"]).loss.backward()
-        return model.get_input_embeddings().weight.grad
-
-    with tritonpack.patch(model):
-        want = gradient()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.testing.assert_close(want, gradient())
-        model.eval()
-        assert apart([want], [gradient()]) > 1e-6
-
-
 # Arguments that tell documents apart twice, and agree
 
 PADDED = told("segments_padded")["attention_mask"]
@@ -163,18 +144,6 @@ def test_consistent_arguments(name: str) -> None:
     with tritonpack.patch(model):
         got = model(FORMS["padded_end"](documents()).ids, **AGREE[name]).logits[0, :-3]
     assert relative(expected, got) < EXACT
-
-
-def test_padding_between_documents_may_belong_to_either() -> None:
-    model, pieces = tiny_model("llama"), documents((4, 5))
-    expected = alone(model, pieces, gradients=False).values
-    ids = torch.cat([pieces[0], torch.zeros(1, 2, dtype=torch.long), pieces[1]], 1)
-    mask, numbers = torch.tensor([[1] * 4 + [0] * 2 + [2] * 5]), torch.tensor([[0] * 4 + [1] * 7])
-    with tritonpack.patch(model):
-        got = model(ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 6, 11])).logits[0]
-        assert relative(expected, torch.cat([got[:4], got[6:]])) < EXACT
-        with pytest.raises(ValueError, match="padding inside a document"):
-            model(ids, attention_mask=(mask != 0).long(), seq_idx=numbers)
 
 
 # Positions that a model counts along the row
@@ -236,20 +205,6 @@ def test_sequences_of_a_tree_equal_alone(family: str) -> None:
             output = model(**given)
         assert apart([want], [torch.cat(tree.gather(output.logits))]) < EXACT
         assert output.past_key_values is None
-
-
-def test_loss_and_gradients_of_a_collated_tree() -> None:
-    model, batch = tiny_model("mistral"), padded_batch(0)
-    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    want = step(model, batch)
-    rows = [row[live.bool()].tolist() for row, live in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    tree = tritonpack.TreeCollator()([{"input_ids": row} for row in rows])
-    with tritonpack.patch(model):
-        loss = model(**tree).loss
-        model.zero_grad()
-        loss.backward()
-    assert apart([want.values["loss"]], [loss.detach()]) < EXACT
-    assert apart(list(want.gradients.values()), [p.grad for p in model.parameters()]) < EXACT
 
 
 def test_positions_in_trees() -> None:

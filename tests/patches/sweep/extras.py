@@ -24,42 +24,26 @@ def _same(*shape: Any, per: str = "row") -> Make:
     def make(config: Any, batch: Batch) -> Tensor:
         sizes = shape[0](config) if callable(shape[0]) else shape
         values = torch.randn(sizes, generator=torch.Generator().manual_seed(4))
-        return values.expand(_count(batch, per), *sizes)
+        return values.expand(len(batch.ids if per == "row" else batch.spans), *sizes)
 
     return make
 
 
-def _count(batch: Batch, per: str) -> int:
-    return batch.ids.shape[0] if per == "row" else len(batch.spans)
+def _image_shape(config: Any) -> tuple[int, ...]:
+    part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
+    size = getattr(part, "image_size", None) or getattr(config, "image_size", None) or 8
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    return getattr(part, "num_channels", 3) or 3, *sides
 
 
-def _image(*before: int, per: str = "row") -> Make:
-    """Make images [rows, *before, channels, height, width]."""
-
-    def shape(config: Any) -> tuple[int, ...]:
-        part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
-        size = getattr(part, "image_size", None) or getattr(config, "image_size", None) or 8
-        sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-        return *before, getattr(part, "num_channels", 3) or 3, *sides
-
-    return _same(shape, per=per)
-
-
-def _whole(value: int, *shape: int, per: str = "row") -> Make:
-    """Make [rows, *shape] of one integer."""
-    return lambda config, batch: torch.full((_count(batch, per), *shape), value)
+def _whole(value: int, *shape: int) -> Make:
+    """Make [documents, *shape] of one integer."""
+    return lambda config, batch: torch.full((len(batch.spans), *shape), value)
 
 
 def _tokens(*values: float) -> Make:
     """Make [b, t, n] with the same values for every token."""
     return lambda config, batch: torch.tensor(values).expand(*batch.ids.shape, len(values))
-
-
-IMAGE = {"pixel_values": _image()}
-LARGE_IMAGE = {"pixel_values": _same(3, 64, 64)}
-BOXES = {"bbox": _tokens(0.1, 0.2, 0.5, 0.6)}
-FRAMES = {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}
-IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the tokens of its image
 
 
 def _prompts(config: Any, batch: Batch) -> Tensor:
@@ -71,45 +55,33 @@ def _prompts(config: Any, batch: Batch) -> Tensor:
     return types
 
 
-def _in_one_row(batch: Batch, values: list[int]) -> list[int]:
+def _ends(config: Any, batch: Batch) -> Tensor:
     if len(batch.ids) > 1:
         raise ValueError("it takes one row")
-    return values
+    return torch.tensor([[span.stop for _, span in batch.spans]])
 
 
-TYPES = {"token_type_ids": _prompts}
-WITH_IMAGE = "blip sam3 owlv2 owlvit pp_formulanet".split()  # noqa: SIM905
-
-# Classes that compare each text with each image, so they get as many images as texts.
-AGAINST_IMAGES = """
-    align chinese_clip clip clipseg metaclip_2 siglip groupvit vision-text-dual-encoder Owlv2Model OwlViTModel BlipModel
-    blip-2
-    """.split()  # noqa: SIM905
-
-# {argument: the function that makes it}, by model type or class.
-NEEDS: dict[str, dict[str, Make]] = {
-    **dict.fromkeys(WITH_IMAGE, IMAGE),
-    **dict.fromkeys(AGAINST_IMAGES, IMAGES),
-    **dict.fromkeys(("paligemma", "ColPaliForRetrieval"), TYPES),
-    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), LARGE_IMAGE),
-    "idefics": {"pixel_values": _image(1), "image_attention_mask": _tokens(1)},
-    "siglip2": {
-        "pixel_values": _same(4, 48, per="document"),
-        "pixel_attention_mask": _whole(1, 4, per="document"),
-        "spatial_shapes": _whole(2, 2, per="document"),
-    },
-    **dict.fromkeys(("udop", "bros"), BOXES),
-    "pix2struct": {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)},
-    "whisper": {"input_features": _same(lambda config: (config.num_mel_bins, 2 * config.max_source_positions))},
-    "moonshine_streaming": {"input_values": _same(1600)},
-    "speech-encoder-decoder": {"input_values": _same(200)},
-    **dict.fromkeys(("canary", "cohere_asr"), FRAMES),
-    "jev": {
-        "marks": lambda config, batch: torch.tensor([_in_one_row(batch, [span.stop for _, span in batch.spans])]),
-        "num_options": lambda config, batch: torch.ones(1, len(batch.spans), dtype=torch.long),
-        "question_type_ids": lambda config, batch: torch.zeros(1, len(batch.spans), dtype=torch.long),
-    },
-}
+# {argument: the function that makes it}, by model types or classes.
+TABLE: list[tuple[str, dict[str, Make]]] = [
+    ("blip sam3 owlv2 owlvit pp_formulanet", {"pixel_values": _same(_image_shape)}),
+    # They compare each text with each image, so they get as many images as texts.
+    ("align chinese_clip clip clipseg metaclip_2 siglip groupvit vision-text-dual-encoder blip-2 Owlv2Model "
+     "OwlViTModel BlipModel", {"pixel_values": _same(_image_shape, per="document")}),
+    ("paligemma ColPaliForRetrieval", {"token_type_ids": _prompts}),
+    ("grounding-dino mm-grounding-dino", {"pixel_values": _same(3, 64, 64)}),
+    ("idefics", {"pixel_values": _same(lambda config: (1, *_image_shape(config))), "image_attention_mask": _tokens(1)}),
+    ("siglip2", {"pixel_values": _same(4, 48, per="document"), "pixel_attention_mask": _whole(1, 4),
+                 "spatial_shapes": _whole(2, 2)}),
+    ("udop bros", {"bbox": _tokens(0.1, 0.2, 0.5, 0.6)}),
+    ("pix2struct", {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)}),
+    ("whisper", {"input_features": _same(lambda config: (config.num_mel_bins, 2 * config.max_source_positions))}),
+    ("moonshine_streaming", {"input_values": _same(1600)}),
+    ("speech-encoder-decoder", {"input_values": _same(200)}),
+    ("canary cohere_asr", {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}),
+    ("jev", {"marks": _ends, "num_options": lambda config, batch: torch.ones(1, len(batch.spans), dtype=torch.long),
+             "question_type_ids": lambda config, batch: torch.zeros(1, len(batch.spans), dtype=torch.long)}),
+]  # fmt: skip
+NEEDS = {kind: arguments for kinds, arguments in TABLE for kind in kinds.split()}
 
 # The tokens at the beginning of every document, by model type.
 LEADS: dict[str, tuple[int, ...]] = {"blip-2": (MARK,) * 2, "esm": (MARK,)}
