@@ -27,6 +27,10 @@ from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.padded_batches import BOTH_WAYS, SHARE, UNPAD, WAYS, Batch, completions, padded_batch, real, step
 
 
+def unlabelled() -> Batch:
+    return {name: x for name, x in padded_batch().items() if name != "labels"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call: what makes its model and its batch, what it is given besides, and how much padding is computed."""
@@ -119,7 +123,7 @@ def test_logits_to_keep(keep: Any, options: dict[str, bool]) -> None:
 def test_what_stays_as_it_is(options: dict[str, bool]) -> None:
     """Embeddings can't be compared exactly, so padding alone is removed. Rows beyond the limit of rotary embeddings
     run as they are: stock chooses frequencies by the padded length. Calls that ask for a cache return it."""
-    model, batch = tiny_model("llama"), batches.unlabelled()
+    model, batch = tiny_model("llama"), unlabelled()
     want = real(model(**batch).logits, batch)
     call = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}
     with tritonpack.patch(model, **options) as handle:
@@ -326,8 +330,8 @@ def test_waits_for_the_device(options: dict[str, bool]) -> None:
                 model(**call)
         return operators.waits
 
-    assert waits(batches.unlabelled(), 1, **options) == waits(batches.unlabelled(), 3, **options)
-    assert waits(batches.unlabelled(), **options).count("cpu") == 1
+    assert waits(unlabelled(), 1, **options) == waits(unlabelled(), 3, **options)
+    assert waits(unlabelled(), **options).count("cpu") == 1
     assert waits(call_of(), **UNPAD) == waits(call_of())
 
 
