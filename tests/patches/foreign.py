@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    SiglipTextConfig,
-    SiglipTextModel,
-    T5ForConditionalGeneration,
-)  # fmt: skip
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
@@ -35,12 +27,12 @@ Change = Callable[[Any, pytest.MonkeyPatch], None]
 # Models of users
 
 
-def config(**more: Any) -> LlamaConfig:
+def config(**more: Any) -> transformers.LlamaConfig:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
-    return LlamaConfig(**{**sizes, "num_hidden_layers": 2, **more})
+    return transformers.LlamaConfig(**{**sizes, "num_hidden_layers": 2, **more})
 
 
-def own(kind: Any = LlamaForCausalLM, name: str = "Own", **changes: Callable[..., Any]) -> Any:
+def own(kind: Any = transformers.LlamaForCausalLM, name: str = "Own", **changes: Callable[..., Any]) -> Any:
     """A subclass whose outputs are changed: each change gets the value, the whole output, and the call's arguments."""
 
     @functools.wraps(kind.forward)
@@ -54,7 +46,7 @@ def own(kind: Any = LlamaForCausalLM, name: str = "Own", **changes: Callable[...
     return type(name, (kind,), {"forward": forward})
 
 
-class Unshown(LlamaForCausalLM):
+class Unshown(transformers.LlamaForCausalLM):
     """A subclass, which isn't in the table of shown classes."""
 
 
@@ -65,7 +57,9 @@ Centred = own(name="Centred", logits=lambda x, *_: x - x.mean(1, keepdim=True))
 Noisy = own(name="Noisy", logits=lambda x, *_: x + torch.randn_like(x))
 # Documents stay apart, but a document alone has other logits.
 OfRows = own(name="OfRows", logits=lambda x, *_: x * x.shape[1])
-OwnPooler = own(BertModel, "OwnPooler", pooler_output=lambda _, output, __: output.last_hidden_state.mean(1))
+OwnPooler = own(
+    transformers.BertModel, "OwnPooler", pooler_output=lambda _, output, __: output.last_hidden_state.mean(1)
+)
 
 
 def add_token_before(logits: Tensor, output: Any, given: dict[str, Any]) -> Tensor:
@@ -87,13 +81,13 @@ def with_loss(of: Callable[[Tensor, Tensor], Tensor]) -> Any:
 def siglip() -> Any:
     """No auto class leads to it, so the table of known classes doesn't list it."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    return spread_out(SiglipTextModel(SiglipTextConfig(vocab_size=64, max_position_embeddings=64, **ends, **sizes)))
+    more = {"vocab_size": 64, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    return spread_out(transformers.SiglipTextModel(transformers.SiglipTextConfig(**sizes, **more)))
 
 
 def encoder_states(of: Callable[[Tensor], Tensor]) -> Any:
     """An encoder with a decoder that also returns a function of its encoder's states."""
-    kind = own(T5ForConditionalGeneration, encoder_last_hidden_state=lambda x, *_: of(x))
+    kind = own(transformers.T5ForConditionalGeneration, encoder_last_hidden_state=lambda x, *_: of(x))
     return spread_out(kind(zoo.tiny_config("t5")))
 
 
@@ -317,7 +311,9 @@ CASES = {
         )
         for side in ("encoder", "decoder")
     },
-    "an adapter of a classifier": Case(of(LlamaForSequenceClassification, pad_token_id=0), "", wrap(MLP, Scaled)),
+    "an adapter of a classifier": Case(
+        of(transformers.LlamaForSequenceClassification, pad_token_id=0), "", wrap(MLP, Scaled)
+    ),
     "an adapter of each token": Case(llama, "", wrap(MLP, Scaled)),
     "layers that share attention": Case(
         llama, "", lambda model, _: setattr(model.model.layers[1], "self_attn", model.model.layers[0].self_attn)

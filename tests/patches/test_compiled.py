@@ -9,23 +9,10 @@ from torch import nn
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import FORMS, call_of, documents
+from tests.patches.calls import EXACT, FORMS, call_of, documents
 from tests.patches.comparison import apart
 from tests.patches.models import Graphs
-from tests.patches.padded_batches import (
-    LIMIT,
-    SHARE,
-    UNPAD,
-    WAYS,
-    gradients_of,
-    padded_batch,
-    read,
-    require_equal,
-    require_equal_values,
-    require_saved,
-    step,
-    training_model,
-)  # fmt: skip
+from tests.patches.padded_batches import SHARE, UNPAD, gradients_of, padded_batch, require_saved, training_model
 from tests.patches.sweep.subject import Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
@@ -93,76 +80,47 @@ def test_refusals_in_a_graph() -> None:
             compiled(**call_of())
 
 
-# Padded batches
-
-
-COMPILED: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "in place": lambda model: [model],
-    "base model": lambda model: [model.model],
-    "each layer": lambda model: list(model.model.layers),
-}
-
-
-@slow
-@WAYS
-@pytest.mark.parametrize(
-    ("compiled", "family", "dynamic"),
-    [("whole", "llama", True), ("whole", "llama", None), ("whole", "mistral", True), ("in place", "llama", True),
-     ("base model", "llama", None), ("each layer", "mistral", None)],
-)  # fmt: skip
-def test_graphs_fit_all_shapes(compiled: str, family: str, dynamic: bool | None, options: dict[str, bool]) -> None:
-    """The first batch makes all graphs if the compiler knows that shapes change; else the first three do, because two
-    of them have the same number of rows, columns or tokens. Each mode has graphs of its own."""
-    layers = {"num_hidden_layers": 1} if family == "llama" else {}
-    graphs, model, twin = Graphs(), training_model(family, **layers), training_model(family, **layers)
-    evaluated = (compiled, dynamic) == ("whole", True)
-    with tritonpack.patch(model, **options) as handle:
-        called: Any = torch.compile(model, backend=graphs, dynamic=dynamic) if compiled == "whole" else model
-        for part in COMPILED[compiled](model) if called is model else ():
-            part.compile(backend=graphs, dynamic=dynamic)
-        for number in range(6):
-            batch = padded_batch(number)
-            with torch._dynamo.config.patch(error_on_recompile=number >= (1 if dynamic else 3)):
-                require_equal(step(twin, batch, "both"), step(model, batch, "both", called=called))
-                if evaluated:
-                    with torch.no_grad():
-                        require_equal_values(read(twin.eval()(**batch), batch), read(called.eval()(**batch), batch))
-                    twin.train(), called.train()
-    if not evaluated:
-        assert graphs.count <= (5 if dynamic else 8), "one graph of the base model, and the others around it"
-        require_saved(handle.saved, *map(padded_batch, range(6)), options=options)
-
-
 def packed(batch: dict[str, Any]) -> dict[str, Any]:
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
     documents = [{"input_ids": row[live.bool()].tolist()} for row, live in rows]
     return tritonpack.PackingCollator()(documents) | {"use_cache": False}
 
 
-@pytest.mark.fast("graphs-False-unpad")
+# What is compiled in place; else the whole model by torch.compile.
+PARTS: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "whole": lambda model: [],
+    "in place": lambda model: [model],
+    "base model": lambda model: [model.model],
+    "each layer": lambda model: list(model.model.layers),
+}
+
+
+@pytest.mark.fast("unpad-False-graphs-whole")
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("backend", ["graphs", "aot_eager", "inductor"])
-def test_training(backend: str, checkpointed: bool, options: dict[str, bool]) -> None:
-    """Of collated rows in one graph, also for batches of one document; and if the layers run again in backward."""
-    graphs, model = Graphs(), training_model(num_hidden_layers=1 + checkpointed)
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    batches = [padded_batch(number) for number in range(3)]
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
+def test_training(options: dict[str, bool], checkpointed: bool, backend: str, part: str) -> None:
+    """Of collated rows in one graph, also for batches of one document, and of padded batches; and if the layers run
+    again in backward. The first batch makes all graphs, whatever the number of rows, columns and tokens."""
+    graphs, made = Graphs(), [padded_batch(number) for number in range(6 if backend == "graphs" else 3)]
     if not options:
-        batches = [packed(batch) for batch in (*batches, {name: x[:1] for name, x in batches[0].items()})]
-    with tritonpack.patch(model, **options) as handle:
-        used: Any = graphs if backend == "graphs" else backend
-        called = torch.compile(model, backend=used, fullgraph=not options, dynamic=True)
-        for batch in batches:
-            gradients = []
-            for forward in (model, called):
-                model.zero_grad()
-                forward(**batch).loss.backward()
-                gradients.append([*gradients_of(model).values()])
-            assert apart(*gradients) < LIMIT
+        made = [packed(batch) for batch in (*made, {name: x[:1] for name, x in made[0].items()})]
+    twin, model = (training_model(num_hidden_layers=1 + checkpointed) for _ in range(2))
+    handles = [tritonpack.patch(one, **options) for one in (twin, model)]
+    for one in (twin, model) if checkpointed else ():
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+    settings: Any = {"backend": graphs if backend == "graphs" else backend, "dynamic": True}
+    called = torch.compile(model, fullgraph=not options, **settings) if part == "whole" else model
+    for module in PARTS[part](model):
+        module.compile(**settings)
+    for number, batch in enumerate(made):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            for one in (twin, called):
+                one.zero_grad()
+                one(**batch).loss.backward()
+        assert apart(*([*gradients_of(one).values()] for one in (twin, model))) < EXACT
     if options:
-        require_saved(handle.saved, *[batch for batch in batches for _ in range(2)], options=options)
-    else:
-        assert graphs.count == (backend == "graphs")
+        require_saved(handles[1].saved, *made, options=options)
+    assert options or part != "whole" or graphs.count == (backend == "graphs")

@@ -9,15 +9,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertForQuestionAnswering,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    LlamaPreTrainedModel,
-)  # fmt: skip
 from transformers.modeling_outputs import CausalLMOutput
 
 import tritonpack
@@ -155,7 +146,7 @@ def test_names_that_resemble_ours() -> None:
     assert not any(intended_argument(name) for name in (*TRAINERS, *DOCUMENT_ARGUMENTS))
 
 
-class Numbered(LlamaForCausalLM):
+class Numbered(transformers.LlamaForCausalLM):
     """A model whose own argument resembles one of ours."""
 
     def forward(self, input_ids: Any, segment_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -175,15 +166,15 @@ def test_arguments_in_a_models_signature_are_accepted() -> None:
 # Heads of users: one adds a token, one rates a row if it has labels, so its proof accepts it, one has its own loss
 
 
-class Lengthening(LlamaForCausalLM):
+class Lengthening(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         return self.lm_head(self.model(torch.cat([input_ids[:, :1], input_ids], dim=1)).last_hidden_state)
 
 
-class Rater(LlamaPreTrainedModel):
+class Rater(transformers.LlamaPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model, self.score = LlamaModel(config), nn.Linear(config.hidden_size, 3)
+        self.model, self.score = transformers.LlamaModel(config), nn.Linear(config.hidden_size, 3)
         self.post_init()
 
     def forward(self, *args: Any, labels: Any = None, **told: Any) -> CausalLMOutput:
@@ -192,19 +183,16 @@ class Rater(LlamaPreTrainedModel):
         return CausalLMOutput(loss=loss, logits=states)
 
 
-Smoothing = own(
-    BertForQuestionAnswering,
-    "Smoothing",
-    loss=lambda loss, output, _: None if loss is None else loss + output.start_logits.var(),
-)
+QUESTIONS = transformers.BertForQuestionAnswering
+Smoothing = own(QUESTIONS, "Smoothing", loss=lambda loss, output, _: loss and loss + output.start_logits.var())
 
 # Arguments of patch()
 
 MODELS: list[tuple[Any, str]] = [
     ("gpt2", r"the name 'gpt2'; load it first, with AutoModelForCausalLM.from_pretrained\('gpt2'\)"),
     (None, "got None of type NoneType; pass the model that you train"),
-    (AutoModelForCausalLM, "the class AutoModelForCausalLM; make a model of it first"),
-    (LlamaConfig(), r"a LlamaConfig; make a model of it first, with .*from_config\(config\)"),
+    (transformers.AutoModelForCausalLM, "the class AutoModelForCausalLM; make a model of it first"),
+    (transformers.LlamaConfig(), r"a LlamaConfig; make a model of it first, with .*from_config\(config\)"),
     ([1], "got a list of 1; pass one model in each call"),
     ([nn.Sequential(nn.Linear(2, 2))] * 2, "got a list of 2; pass one model in each call"),
     (object(), "of type object; pass the model that you train"),
@@ -306,6 +294,7 @@ def beside(form: str = "segments_alone", **changes: Any) -> Callable[[Any], dict
     return call
 
 
+CACHE = transformers.DynamicCache()
 GIT, LLAMA, BART, T5 = lazily("git", dtype=torch.float64), lazily("llama"), pair("bart"), pair("t5")
 CROSS = lazily("bert", dtype=torch.float64, add_cross_attention=True)
 TREE = tritonpack.pack_tree([[3, 4, 5, 6], [3, 4, 7], [8, 9]]).inputs()
@@ -340,7 +329,7 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], Any, str]] = [
     (of_class("LukeModel/luke"), {}, call_of(**ENTITIES), f"{NAMES} to its tokens.*Leave {NAMES} out"),
     (of_class("LayoutLMv3Model/layoutlmv3"), {}, call_of(**PIXELS), "Leave pixel_values out"),
     # recurrent layers and caches
-    (lazily("bamba"), {}, call_of(past_key_values=DynamicCache()), r"can't use a cache\. Leave the cache out"),
+    (lazily("bamba"), {}, call_of(past_key_values=CACHE), r"can't use a cache\. Leave the cache out"),
     (lazily("rwkv"), {}, {"input_ids": IDS[:, :8], "attention_mask": torch.tensor([[0] * 3 + [1] * 5]),
                           "use_cache": True}, r"would read the padding on the left.*use_cache=False"),
     # trees
@@ -399,7 +388,7 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], Any, str]] = [
      r"start_positions has shape \(1,\), but the packed rows hold 4 documents. Pass start_positions of shape \(4,\)"),
     (answering("Llama"), {}, call_of(start_positions=START, end_positions=torch.zeros(5, dtype=torch.long)),
      r"end_positions has shape \(5,\), but the packed rows hold 4 documents"),
-    (answering("Llama"), {}, call_of(**ANSWERS, past_key_values=DynamicCache()),
+    (answering("Llama"), {}, call_of(**ANSWERS, past_key_values=CACHE),
      r"packed rows can't use a cache.*Leave the cache out, or.* Documents in each row: \[4\]"),
     (answering("Bert"), {}, call_of(start_positions=START), "start_positions without end_positions; pass both"),
     (answering("XLNet"), {}, call_of(), "one value for each row.*Pass padded rows"),
