@@ -111,12 +111,13 @@ def test_training(options: dict[str, bool], checkpointed: bool, backend: str, pa
     handles = [tritonpack.patch(one, **options) for one in (twin, model)]
     for one in (twin, model) if checkpointed else ():
         one.gradient_checkpointing_enable({"use_reentrant": False})
-    settings: Any = {"backend": graphs if backend == "graphs" else backend, "dynamic": True}
+    dynamic = None if part == "each layer" else True  # then the compiler sees only in the third batch what changes
+    settings: Any = {"backend": graphs if backend == "graphs" else backend, "dynamic": dynamic}
     called = torch.compile(model, fullgraph=not options, **settings) if part == "whole" else model
     for module in PARTS[part](model):
         module.compile(**settings)
     for number, batch in enumerate(made):
-        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+        with torch._dynamo.config.patch(error_on_recompile=number > (0 if dynamic else 2)):
             for one in (twin, called):
                 one.zero_grad()
                 one(**batch).loss.backward()

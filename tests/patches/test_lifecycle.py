@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,13 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-    LlamaModel,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForTokenClassification, LlamaModel
 
 import tritonpack
 from tests.fresh import FreshInterpreters
@@ -42,7 +36,7 @@ MODELS: dict[str, dict[str, bool]] = {
 }  # fmt: skip
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str) -> Any:
     return zoo.tiny_model(family, dtype=torch.float64)
 
 
@@ -225,40 +219,27 @@ class Broken(BaseException):
     """An interrupt. A KeyboardInterrupt would end pytest."""
 
 
-@contextlib.contextmanager
-def broken_at(line: int) -> Iterator[list[int]]:
-    """Raise at the n-th line of tritonpack or of torch's hooks that runs. Yields the number of lines that ran."""
-    count = [0]
+def lines_of(action: Callable[[], Any], last: int = 0) -> int:
+    """Run an action, with an interrupt at the `last` line of tritonpack and of torch's hooks. Return how many ran."""
+    count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
         if not any(place in frame.f_code.co_filename for place in ("tritonpack/patches", "torch/nn/modules/module.py")):
             return None
-        if event == "line":
-            count[0] += 1
-            if count[0] == line:
-                raise Broken
+        count += event == "line"
+        if event == "line" and count == last:
+            raise Broken
         return trace
 
     before = sys.gettrace()  # of a debugger, or of a measurement of coverage
     sys.settrace(trace)
     try:
-        yield count
+        with contextlib.suppress(Broken):
+            action()
     finally:
         sys.settrace(before)
-
-
-def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], points: int) -> Iterator[Any]:
-    """Models on which an action was interrupted, at points spread evenly over its lines."""
-    action(make())  # the first call runs more lines
-    model = make()
-    with broken_at(-1) as count:
-        action(model)
-    for point in range(points):
-        model = make()
-        with contextlib.suppress(Broken), broken_at(1 + point * count[0] // points):
-            action(model)
-            raise AssertionError(f"it wasn't broken off at point {point} of {points} of {count[0]} lines")
-        yield model
+    return count
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -266,29 +247,28 @@ def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], point
 @pytest.mark.fast("patch-llama", "unpatch-mamba")
 def test_interrupts_of_patch_and_unpatch(name: str, action: str) -> None:
     """The model is patched as before or as after, and never in between; a patch without a handle is none."""
-    one = Patchable(name)
-    model = one.model
-
-    def prepared() -> Any:
-        while is_patched(model):
-            tritonpack.unpatch(model)
+    one, points, total, outcomes = Patchable(name), 60, 0, set()
+    actions: dict[str, Callable[[], Any]] = {
+        "patch": one.patch, "unpatch": lambda: tritonpack.unpatch(one.model),
+        "patch again": lambda: one.patch(**REFERENCE),
+    }  # fmt: skip
+    for point in range(-2, points):
+        while is_patched(one.model):
+            tritonpack.unpatch(one.model)
         if action != "patch":
             one.patch()
-        return model
-
-    actions: dict[str, Callable[[Any], Any]] = {
-        "patch": lambda _: one.patch(), "unpatch": tritonpack.unpatch,
-        "patch again": lambda _: one.patch(backend="reference"),
-    }  # fmt: skip
-    outcomes = set()
-    for broken in broken_anywhere(prepared, actions[action], 60):
-        outcomes.add(is_patched(broken))
-        if is_patched(broken):
+        if point < 0:  # the first call runs more lines than the second
+            total = lines_of(actions[action])
+            continue
+        last = 1 + point * total // points
+        assert lines_of(actions[action], last) == last
+        outcomes.add(is_patched(one.model))
+        if is_patched(one.model):
             one.require_exact()
             assert one.patch().report.backend == "auto"
-            tritonpack.unpatch(broken)
-            tritonpack.unpatch(broken)
-        assert state(broken) == one.before
+            tritonpack.unpatch(one.model)
+            tritonpack.unpatch(one.model)
+        assert state(one.model) == one.before
     assert outcomes == {"patch": {False}, "unpatch": {False, True}, "patch again": {True}}[action]
 
 
@@ -370,7 +350,7 @@ def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
 ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the model"
 
 
-def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) -> PreTrainedModel:
+def llama(kind: Any = LlamaForCausalLM, config: Any = None) -> Any:
     return kind(config or zoo.tiny_config("llama")).double().eval()
 
 
