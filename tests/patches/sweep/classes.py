@@ -19,12 +19,9 @@ PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING_NAMES"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A class of transformers, built from the configuration of one model type.
+    """A class of transformers, built from the configuration of one model type, a key of CONFIG_MAPPING.
 
-    Attributes:
-        name: the name of the class.
-        model_type: a key of transformers' CONFIG_MAPPING.
-        mappings: the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
+    `mappings` are the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
     """
 
     name: str
@@ -55,11 +52,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def load(case: Case) -> Any:
-    """Return the class itself.
-
-    Raises:
-        ImportError: transformers has no such class, or a library that it needs isn't installed.
-    """
+    """Return the class itself; raise ImportError if it, or a library that it needs, is missing."""
     cls = getattr(transformers, case.name, None)
     if cls is None:
         raise ImportError(f"transformers {transformers.__version__} names {case.name} in a mapping and doesn't have it")
@@ -67,9 +60,7 @@ def load(case: Case) -> Any:
     return cls
 
 
-# Parameters by which a forward takes text.
-IDS = ("input_ids", "decoder_input_ids")
-
+IDS = ("input_ids", "decoder_input_ids")  # parameters by which a forward takes text
 # Classes with such a parameter that isn't given text, and why.
 ONE_STEP = ("Nemotron3_5AsrForRNNT", "NemotronAsrStreamingForRNNT", "ParakeetForRNNT", "ParakeetForTDT")
 NOT_TEXT = dict.fromkeys(ONE_STEP, "its decoder_input_ids are the one token of a decoding step")
@@ -91,11 +82,7 @@ class NotBuiltError(Exception):
 
 
 def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call.
-
-    Raises:
-        NotBuiltError: with the reason.
-    """
+    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call."""
     load(case)
     name = "jev" if case.name == "JevForDecision" else case.model_type
     try:

@@ -36,12 +36,7 @@ ALIKE = ((2, 0, 4), (3, 0, 4), (4, 0, 6), (5, 1, 3), (7, 5, 7))
 
 
 class Reference:
-    """The outputs, gradients and losses of documents alone, in a model without a patch.
-
-    Args:
-        case: the class.
-        names: the forms that are tried.
-        alike: whether documents have common beginnings.
+    """The outputs, gradients and losses of documents alone, or `alike`, in a model without a patch.
 
     Raises:
         NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
@@ -118,14 +113,10 @@ class Reference:
 
 
 class Trial:
-    """Judges patched or named models of a class.
+    """Judges patched or named models of a class in the chosen forms.
 
-    Args:
-        case: the class.
-        option: one of `results.OPTIONS`, with which causal models compute padded batches as one row; or none. Then
-            "exact" requires that no padding was computed, and no shared token twice. If results are right and tokens
-            weren't saved, the verdict is "as it is".
-        chosen: names of forms.
+    With an option, causal models compute padded batches as one row; then "exact" requires that no padding was computed,
+    and no shared token twice. If results are right and tokens weren't saved, the verdict is "as it is".
     """
 
     def __init__(self, case: Case, option: str = "", chosen: Iterable[str] = forms.NAMES) -> None:
@@ -140,14 +131,10 @@ class Trial:
         return Reference(self.case, self.names, alike=self.option == "share_prefixes")
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        """Judge all forms.
+        """Judge all forms of a model that packs in a context that `patch` makes.
 
         A class that can't be called, or is wrong, is judged once more as one that isn't in the table of shown classes:
         its proof should refuse it, or the calls that are wrong.
-
-        Args:
-            how: "patch", "name" or an option.
-            patch: what makes a context in which a model packs.
         """
         if self.option:
             return self._run(how, partial(patch, **{self.option: True}))

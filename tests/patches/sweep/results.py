@@ -31,14 +31,11 @@ class Row:
 
     Attributes:
         key: "class/model type".
-        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, an option of `tritonpack.patch`, which is
-            tried for causal language models.
-        verdict: one of `VERDICTS`; the worst of `forms`. "wrong": a document differs from itself alone; "error": one
-            that isn't tritonpack's; "refused" by tritonpack, always; "partly": in some forms, and exact in others; "as
-            it is": exact, but an option saved no token; "stock": a form that fails without tritonpack, too, or is
-            wrong.
+        how: one of `HOWS`: by `tritonpack.patch()`, by `attn_implementation`, or with an option.
+        verdict: the worst of `forms`. "wrong": a document differs from itself alone; "error": one that isn't
+            tritonpack's; "partly": refused in some forms, exact in others; "as it is": exact, but an option saved no
+            token; "stock": a form that fails without tritonpack, too, or is wrong.
         reason: the form with the number, or the message, for any verdict but "exact".
-        forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
         note: what was left out, and why.
         means: what a patch does for the model.
