@@ -3,10 +3,9 @@
 That every class is exact in every form, or refused, is in test_sweep.py.
 """
 
-import copy
 import functools
 import inspect
-import pickle
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import alone, documents, relative, require_exact, state, without_dropout
+from tests.patches.calls import alone, documents, relative, require_exact, without_dropout
 from tests.patches.comparison import tolerance
 from tests.patches.models import generate
 from tests.patches.zoo import EXACT, PAIRS, tiny_pair_model
@@ -62,7 +61,8 @@ def checkpointed(name: str, *, reentrant: bool, layers: bool = False) -> None:
         if not layers:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
-    for patch_first in (False, True):
+    ways = ({}, {"unpad": True}, {"share_prefixes": True}) if name in ("llama", "mistral") else ({},)
+    for options, patch_first in itertools.product(ways, (False, True)):
         model = without_dropout(build.__wrapped__(name))
         if not model.supports_gradient_checkpointing:
             pytest.skip("can't be checkpointed")
@@ -70,31 +70,15 @@ def checkpointed(name: str, *, reentrant: bool, layers: bool = False) -> None:
         model.enable_input_require_grads()
         if not patch_first:
             wrap(model)
-        with tritonpack.patch(model):
+        with tritonpack.patch(model, **options):
             if patch_first:
                 require_exact(model, alone(model, gradients=False))
                 wrap(model)
             require_exact(model, expected, "without_cache")
-            if name in OF_LAYERS:
+            if name in (*OF_LAYERS, "mistral"):
                 require_exact(model, expected, "padded_left", use_cache=False)
         for module in model.modules():
             assert "tritonpack" not in str(getattr(module, "checkpoint_fn", ""))
-
-
-def copied(name: str) -> None:
-    """Copies and pickles stay patched when the model is unpatched."""
-    model = build(name)
-    before, keys, expected = state(model), list(model.state_dict()), alone(model, gradients=False)
-    handle = tritonpack.patch(model)
-    assert list(model.state_dict()) == keys
-    copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    handle.unpatch()
-    assert state(model) == before
-    for twin in copies:
-        require_exact(twin, expected)
-        tritonpack.unpatch(twin)
-        with pytest.raises(ValueError, match="isn't patched"):
-            tritonpack.unpatch(twin)
 
 
 # Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
@@ -190,7 +174,6 @@ USES: dict[str, tuple[Callable[[str], None], str]] = {
     "reentrant checkpoints": (lambda name: checkpointed(name, reentrant=True), "llama roformer mvp+"),
     "wrapped layers": (lambda name: checkpointed(name, reentrant=False, layers=True), "mamba qwen3_next"),
     "reentrant wrapped layers": (lambda name: checkpointed(name, reentrant=True, layers=True), "llama"),
-    "copies": (copied, "bert roformer encoder-decoder+ t5+"),
     "dynamic cache": (lambda name: generated(name, "dynamic"), "bart+ qwen3_next t5+ mistral"),
     "static cache": (lambda name: generated(name, "static"), "encoder-decoder+ gpt_oss llama"),
     "continued text": (continued, "bert bloom gpt_oss jamba lfm2 mpt opt qwen3_next"),

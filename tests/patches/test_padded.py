@@ -185,61 +185,6 @@ def test_labels_at_the_edges(options: dict[str, bool]) -> None:
         batches.require_equal(want, step(model, batch))
 
 
-# Wrapped models
-
-
-def checkpointed(model: Any, reentrant: bool) -> Any:
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    return model
-
-
-def with_lora(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
-    return peft.get_peft_model(model, config).double()
-
-
-def prepared(model: Any, **options: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    return accelerate.Accelerator(cpu=True, **options).prepare_model(model)
-
-
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "reentrant checkpoints": lambda model: checkpointed(model, True),
-    "checkpoints": lambda model: checkpointed(model, False),
-    "adapters": with_lora,
-    "accelerate": prepared,
-}
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("first", ["patch", "wrapper"])
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.fast(
-    *(f"{name}-patch-share" for name in WRAPPERS), "adapters-wrapper-unpad", "accelerate-wrapper-unpad",
-    "reentrant checkpoints-wrapper-unpad",
-)  # fmt: skip
-def test_wrapped_models(name: str, first: str, options: dict[str, bool]) -> None:
-    """Loss, logits and gradients are those of the wrapped model without a patch, in each of several batches."""
-    given, found = [padded_batch(number) for number in range(3)], []
-    for patched in (False, True):
-        model = batches.training_model("mistral")
-        handle = tritonpack.patch(model, **options) if patched and first == "patch" else None
-        called = WRAPPERS[name](model)
-        if patched and handle is None:
-            handle = tritonpack.patch(called, **options)
-        found.append([step(called, batch, "both") for batch in given])
-    for want, got in zip(*found, strict=True):
-        batches.require_equal(want, got)
-    assert handle is not None
-    batches.require_saved(handle.saved, *given, options=options)
-    if name == "adapters":  # they alone get gradients
-        assert 0 < sum(x is not None for x in got.gradients.values()) < len(got.gradients)
-
-
 @WAYS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(reentrant: bool, options: dict[str, bool]) -> None:
@@ -262,10 +207,17 @@ def test_recomputation(reentrant: bool, options: dict[str, bool]) -> None:
     of_whole, want = gradient(), gradients()
     with tritonpack.patch(model, **options):
         assert apart([of_whole], [gradient()]) < EXACT
-        checkpointed(model, reentrant)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
         model.model.layers[0].self_attn.register_forward_hook(lambda *_: runs.append(1))
         assert apart(want, gradients()) < EXACT
     assert len(runs) == 4  # each batch forward and again
+
+
+def prepared(model: Any, **options: Any) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(cpu=True, **options).prepare_model(model)
 
 
 @WAYS
