@@ -19,7 +19,6 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tests.patches.remote_code import composed
-from tests.patches.zoo import tiny_pair_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Change = Callable[[Any, pytest.MonkeyPatch], None]
@@ -215,7 +214,7 @@ def llama() -> Any:
 
 
 def bart() -> Any:
-    return tiny_pair_model("bart")
+    return zoo.build("bart+")
 
 
 def of(kind: Any, **more: Any) -> Callable[[], Any]:

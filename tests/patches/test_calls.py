@@ -1,56 +1,42 @@
 """Packed calls beside those of the sweep: continued, under autocast, with arguments that agree, in trees, in pairs."""
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, relative, require_exact, told
 from tests.patches.comparison import apart, tolerance
-from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
+from tests.patches.models import FAMILIES, NAMES_OF_CACHE, tiny_model
 from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject, difference
-from tests.patches.zoo import PAIRS, tiny_pair_model
-
-
-def of_type(name: str, **more: Any) -> Callable[[], Any]:
-    return functools.partial(zoo.tiny_model, name, dtype=torch.float64, **more)
-
-
-def inside(kind: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(LlamaConfig(**COMMON, num_labels=3)).double().eval().base_model
-
+from tests.patches.zoo import PAIRS
 
 LONG = (90, 30, 80)  # rows longer than the tables of 128 places
-# what makes a model, the lengths of its documents, forms
-MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = {
-    "a base model": (lambda: inside(LlamaModel), LENGTHS, ("position_ids", "collator", "two_rows")),
-    # Its classifier refuses packed rows.
-    "a model in a classifier": (lambda: inside(LlamaForSequenceClassification), LENGTHS, ("position_ids", "collator")),
+# a model, the lengths of its documents, forms
+MODELS: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [
+    ("LlamaModel/llama", LENGTHS, ("position_ids", "collator", "two_rows")),
+    # Its classifier refuses packed rows, and the model in it doesn't.
+    ("LlamaForSequenceClassification/llama", LENGTHS, ("position_ids", "collator")),
     # In bfloat16 their slopes are rounded, which is inexact beyond place 256.
-    "falcon-alibi": (of_type("falcon-alibi"), (301, 40), ()), "bloom": (of_type("bloom"), (301, 40), ()),
-    **{name: (of_type(name), LONG, ()) for name in ("bart", "trocr", "llama4_text", "roformer")},
+    *((name, (301, 40), ("position_ids",)) for name in ("falcon-alibi", "bloom")),
+    *((name, LONG, ("position_ids",)) for name in ("bart", "trocr", "llama4_text", "roformer")),
     # Attention among the states of one token, which gets no mask, from the function that layers call with one.
-    "inkling2_text": (lambda: zoo.tiny_model("inkling2_text"), LENGTHS, ()),
-    "inkling2_loop_text": (lambda: zoo.tiny_model("inkling2_loop_text"), LENGTHS, ()),
-}  # fmt: skip
+    *((name, LENGTHS, ("position_ids",)) for name in ("inkling2_text", "inkling2_loop_text")),
+]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str) -> None:
-    make, lengths, tried = MODELS[name]
-    model, pieces = make(), documents(lengths)
+@pytest.mark.parametrize(("spec", "lengths", "tried"), MODELS)
+def test_models(spec: str, lengths: tuple[int, ...], tried: tuple[str, ...]) -> None:
+    model, pieces = zoo.build(spec), documents(lengths)
+    model = model.base_model if "Sequence" in spec else model
     expected = alone(model, pieces, gradients=lengths == LENGTHS)
-    for attention in ("tritonpack", "eager") if "inkling" in name else ("tritonpack",):
+    for attention in ("tritonpack", "eager") if "inkling" in spec else ("tritonpack",):
         with tritonpack.patch(model, attention=attention) as handle:
             assert handle.report.attention in (attention, "dense")
             require_exact(model, expected, *tried, pieces=pieces)
@@ -71,7 +57,7 @@ def test_continuing_from_the_cache_of_a_packed_row(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "bloom", "gptj", "mamba", "xlnet"])
 def test_forward_called_without_hooks(name: str) -> None:
     """PEFT calls models so. Some heads pass on only some of their arguments."""
-    model = of_type(name)()
+    model = zoo.build(name)
     expected = torch.cat([model(d).logits for d in documents()], dim=1)
     columns = list(inspect.signature(model.forward).parameters)
     with tritonpack.patch(model):
@@ -196,7 +182,7 @@ def test_sequences_of_a_tree_equal_alone(family: str) -> None:
     begin, first, second, own = documents((4, 3, 5, 6))
     further = torch.cat([begin, first], 1)
     pieces = [torch.cat([begin, second], 1), own, further, torch.cat([further[:, :-1], second[:, :1]], 1), begin]
-    model = of_type(family)()
+    model = zoo.build(family)
     want = alone(model, pieces, gradients=False).values
     tree = tritonpack.pack_tree([piece[0] for piece in pieces])
     call = {name: x for name, x in tree.inputs().items() if name in ("input_ids", "position_ids", "tree_ends")}
@@ -237,7 +223,7 @@ def pair_call(model: Any, form: str = "segments_alone") -> dict[str, Any]:
 def test_labels_are_shifted_within_each_document(name: str) -> None:
     """Labels of a prompt may be ignored, and rows are padded by -100. MBart and PLBart put a document's last label
     first."""
-    model = tiny_pair_model(name)
+    model = zoo.build(f"{name}+")
     for ignored in (False, True):
         labels = Subject(model).targets(documents())
         for label in labels if ignored else ():
@@ -261,7 +247,7 @@ def test_labels_are_shifted_within_each_document(name: str) -> None:
 
 def test_inner_model_and_states_of_the_encoder() -> None:
     """The whole model may be called with states of the encoder, and the model inside may be called directly."""
-    model = tiny_pair_model("bart")
+    model = zoo.build("bart+")
     expected, call = alone(model, gradients=False).values, pair_call(model)
     with tritonpack.patch(model):
         states = model.get_encoder()(call["input_ids"], attention_mask=call["attention_mask"])
@@ -272,7 +258,7 @@ def test_inner_model_and_states_of_the_encoder() -> None:
 
 def test_decoder_called_with_states_of_an_encoder() -> None:
     """A causal model with cross-attention to states of several documents, which have a mask of their own."""
-    model = of_type("bert", add_cross_attention=True)()
+    model = zoo.build("bert", add_cross_attention=True)
     sources = documents((4, 2, 5, 3))
     states: list[Tensor] = [torch.randn(1, source.shape[1], 32, dtype=torch.float64) for source in sources]
     pairs = zip(documents(), states, strict=True)
@@ -288,7 +274,7 @@ def test_decoder_called_with_states_of_an_encoder() -> None:
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
     """Some types treat padding tokens as padding, others as tokens after all others."""
-    model = tiny_pair_model(name, dtype=torch.float32).requires_grad_(False)
+    model = zoo.build(f"{name}+", dtype=torch.float32).requires_grad_(False)
     call = {**pair_call(model, "padded_right"), "use_cache": use_cache}
     call = {key: x for key, x in call.items() if "position_ids" not in key and key != "decoder_attention_mask"}
     expected = model(**call)

@@ -39,9 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:
-    make, dtype = (zoo.tiny_pair_model if family in zoo.PAIRS else zoo.tiny_model), torch.float32
-    graphs, model = Graphs(), with_grouped_experts(make(family, dtype=dtype, **FAMILIES[family]))
-    if "attention" not in FAMILIES[family]:
+    spec, options = family + "+" * (family in zoo.PAIRS), FAMILIES[family]
+    graphs, model = Graphs(), with_grouped_experts(zoo.build(spec, dtype=torch.float32, **options))
+    if "attention" not in options:
         tritonpack.patch(model)
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
     for lengths in ((7, 1, 3, 11), (5, 9, 3), (12, 3, 4, 2, 6)):

@@ -20,16 +20,14 @@ from tests.patches import zoo
 from tests.patches.calls import alone, documents, relative, require_exact, without_dropout
 from tests.patches.comparison import tolerance
 from tests.patches.models import generate
-from tests.patches.zoo import EXACT, PAIRS, tiny_pair_model
+from tests.patches.zoo import EXACT, PAIRS
 from tritonpack.patches.families import READS_PADDING
 
 PAIR = "+"  # ends the name of an encoder with a decoder
 NAMES = (*EXACT, *(name + PAIR for name in PAIRS))
 
 
-@functools.lru_cache(maxsize=1)
-def build(name: str) -> PreTrainedModel:
-    return tiny_pair_model(name.removesuffix(PAIR)) if name.endswith(PAIR) else zoo.build(name)
+build = functools.lru_cache(maxsize=1)(zoo.build)
 
 
 def packed(name: str, *tried: str, lengths: tuple[int, ...] = (7, 1, 3, 11), **options: Any) -> None:

@@ -16,9 +16,7 @@ from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents, relative, told
 from tests.patches.foreign import OwnPooler, own
 from tests.patches.models import VOCAB, tiny_model
-from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject
-from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
 from tritonpack.patches.parse_inputs import DOCUMENT_ARGUMENTS, intended_argument
 
@@ -207,16 +205,15 @@ def test_what_is_no_model(given: Any, words: str, function: Callable[[Any], Any]
     assert "\n" not in str(caught.value)
 
 
-def lazily(name: str, **more: Any) -> Callable[[], Any]:
-    return lambda: zoo.tiny_model(name, **more)
+Make = str | Callable[[], Any]
 
 
-def of_class(key: str) -> Callable[[], Any]:
-    return lambda: build(next(case for case in cases() if case.key == key))
+def made(make: Make) -> Any:
+    return zoo.build(make) if isinstance(make, str) else make()
 
 
-def pair(name: str) -> Callable[[], Any]:
-    return lambda: tiny_pair_model(name)
+def lazily(spec: str, **more: Any) -> Callable[[], Any]:
+    return lambda: zoo.build(spec, **more)
 
 
 # BigBird switches to full attention for short rows, but only after the first short row.
@@ -225,34 +222,34 @@ SPARSE = lazily("big_bird", is_decoder=False, attention_type="block_sparse", blo
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 # what makes a model, options of patch(), words; of prove(), if patch() accepts the model
-PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+PATCHES: list[tuple[Make, dict[str, Any], str]] = [
     (lambda: nn.Linear(2, 2), {}, "expected a transformers model; got Linear"),
-    (lazily("prophetnet"), {}, r"'prophetnet'.* masks and position buckets of its own"),
-    (of_class("T5GemmaForSequenceClassification/t5gemma"), {}, "scores a row by the decoder's state behind its"),
-    (pair("nllb-moe"), {}, r"'nllb-moe'.* documents of a row compete"),
-    (pair("switch_transformers"), {}, r"'switch_transformers'.* take the first tokens of a row"),
-    (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),
-    (lazily("llama"), {"attention": "flash"}, "got 'flash'"),
-    (lazily("llama"), {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
-    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' would compute all pairs"),
-    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' would compute all pairs"),
-    (lazily("gemma2"), {"attention": "sdpa"}, r"'gemma2'.* doesn't support sdpa"),
+    ("prophetnet", {}, r"'prophetnet'.* masks and position buckets of its own"),
+    ("T5GemmaForSequenceClassification/t5gemma", {}, "scores a row by the decoder's state behind its"),
+    ("nllb-moe+", {}, r"'nllb-moe'.* documents of a row compete"),
+    ("switch_transformers+", {}, r"'switch_transformers'.* take the first tokens of a row"),
+    ("llama", {"backend": "cuda"}, "got 'cuda'"),
+    ("llama", {"attention": "flash"}, "got 'flash'"),
+    ("llama", {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
+    ("llama", {"attention": "sdpa"} | UNPAD, "attention='sdpa' would compute all pairs"),
+    ("llama", {"attention": "eager"} | SHARE, "attention='eager' would compute all pairs"),
+    ("gemma2", {"attention": "sdpa"}, r"'gemma2'.* doesn't support sdpa"),
     (SPARSE, {}, r"set_attention_type\('original_full'\)"),
     (lazily("gemma", use_bidirectional_attention=True), {}, r"packed rows aren't defined\. Set it to False"),
     (lazily("gemma2", use_bidirectional_attention=True), {}, r"packed rows aren't defined\. Set it to False"),
-    (lazily("bloom"), UNPAD, "takes a dense mask"),
-    (pair("t5"), UNPAD, "an encoder with a decoder"),
-    (lazily("mamba2"), SHARE, "on each document by itself"),
-    (lazily("opt"), SHARE, "doesn't go through the OPTModel around it"),
+    ("bloom", UNPAD, "takes a dense mask"),
+    ("t5+", UNPAD, "an encoder with a decoder"),
+    ("mamba2", SHARE, "on each document by itself"),
+    ("opt", SHARE, "doesn't go through the OPTModel around it"),
     # Whether a proof finds it depends on the machine: on some, the best keys of its few tokens are the same.
-    (lazily("doge"), SHARE, r"\(DogeAttention\) isn't exact where documents share .* best of"),
+    ("doge", SHARE, r"\(DogeAttention\) isn't exact where documents share .* best of"),
 ]
 
 
 @pytest.mark.parametrize(("make", "options", "words"), PATCHES)
-def test_patches(make: Callable[[], Any], options: dict[str, Any], words: str) -> None:
+def test_patches(make: Make, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        tritonpack.patch(make(), **options).prove()
+        tritonpack.patch(made(make), **options).prove()
 
 
 def test_remedies_of_patches() -> None:
@@ -271,13 +268,9 @@ def padded(**more: Any) -> dict[str, Any]:
     return call_of("padded_right_mask_alone", **more)
 
 
-def tiny(model_type: str, kind: str, **more: Any) -> Callable[[], Any]:
-    return lazily(model_type, kind=kind, dtype=torch.float64, **more)
-
-
-def answering(name: str) -> Callable[[], Any]:
-    model_type = {"BigBird": "big_bird"}.get(name, name.lower())
-    return tiny(model_type, f"{name}ForQuestionAnswering", num_labels=2, start_n_top=2, end_n_top=2)
+def answering(spec: str) -> Callable[[], Any]:
+    kind, _, name = spec.rpartition("/")
+    return lazily(f"{kind}ForQuestionAnswering/{name}", num_labels=2, start_n_top=2, end_n_top=2)
 
 
 def user(kind: Any, family: str = "llama") -> Callable[[], Any]:
@@ -295,8 +288,7 @@ def beside(form: str = "segments_alone", **changes: Any) -> Callable[[Any], dict
 
 
 CACHE = transformers.DynamicCache()
-GIT, LLAMA, BART, T5 = lazily("git", dtype=torch.float64), lazily("llama"), pair("bart"), pair("t5")
-CROSS = lazily("bert", dtype=torch.float64, add_cross_attention=True)
+CROSS = lazily("bert", add_cross_attention=True)
 TREE = tritonpack.pack_tree([[3, 4, 5, 6], [3, 4, 7], [8, 9]]).inputs()
 TREE = {name: TREE[name] for name in ("input_ids", "position_ids", "tree_ends")}
 SHAPE = TREE["input_ids"].shape
@@ -316,84 +308,84 @@ OF_TARGETS = {"decoder_attention_mask": NUMBERED["attention_mask"], "labels": LA
 BOTH = "documents in the decoder and 4 in the encoder. Mark documents on both sides"
 
 # what makes a model, options of patch(), a call or what makes it, words
-OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], Any, str]] = [
-    (lazily("gpt2"), UNPAD, padded(output_attentions=True), "no weights"),
-    (lazily("opt"), UNPAD, padded(), "OPTDecoder doesn't go through the OPTModel around it"),
-    (lazily("electra-encoder"), SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
-    (LLAMA, UNPAD, padded(labels=padded()["input_ids"]),
+OF_CLASSES: list[tuple[Make, dict[str, Any], Any, str]] = [
+    ("gpt2", UNPAD, padded(output_attentions=True), "no weights"),
+    ("opt", UNPAD, padded(), "OPTDecoder doesn't go through the OPTModel around it"),
+    ("electra-encoder", SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
+    ("llama", UNPAD, padded(labels=padded()["input_ids"]),
      r"the label 0 in row 0 would be predicted at token 7, .* to -100"),
-    (of_class("LlamaForTokenClassification/llama"), UNPAD, padded(labels=padded()["input_ids"] % 2),
+    ("LlamaForTokenClassification/llama", UNPAD, padded(labels=padded()["input_ids"] % 2),
      r"the label 0 in row 0 is predicted at token 7, .* and padding isn't computed. Set labels of padding to -100"),
-    (GIT, {}, call_of(pixel_values=torch.randn(1, 3, 8, 8)),
+    ("git", {}, call_of(pixel_values=torch.randn(1, 3, 8, 8)),
      "GitForCausalLM.* pixel_values.*or pass padded rows to the unpatched model"),
-    (of_class("LukeModel/luke"), {}, call_of(**ENTITIES), f"{NAMES} to its tokens.*Leave {NAMES} out"),
-    (of_class("LayoutLMv3Model/layoutlmv3"), {}, call_of(**PIXELS), "Leave pixel_values out"),
+    ("LukeModel/luke", {}, call_of(**ENTITIES), f"{NAMES} to its tokens.*Leave {NAMES} out"),
+    ("LayoutLMv3Model/layoutlmv3", {}, call_of(**PIXELS), "Leave pixel_values out"),
     # recurrent layers and caches
-    (lazily("bamba"), {}, call_of(past_key_values=CACHE), r"can't use a cache\. Leave the cache out"),
-    (lazily("rwkv"), {}, {"input_ids": IDS[:, :8], "attention_mask": torch.tensor([[0] * 3 + [1] * 5]),
+    ("bamba", {}, call_of(past_key_values=CACHE), r"can't use a cache\. Leave the cache out"),
+    ("rwkv", {}, {"input_ids": IDS[:, :8], "attention_mask": torch.tensor([[0] * 3 + [1] * 5]),
                           "use_cache": True}, r"would read the padding on the left.*use_cache=False"),
     # trees
-    (LLAMA, {}, TREE | {"tree_ends": torch.zeros(SHAPE)}, "tree_ends must be an integer tensor.*got"),
-    (LLAMA, {}, TREE | {"tree_ends": ones(1, 3)}, r"tree_ends has shape \(1, 3\)"),
-    (LLAMA, {}, TREE | {"tree_ends": 99 * ones(*SHAPE)}, r"ends\[0\] is 99"),
-    (LLAMA, {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both describe"),
-    (LLAMA, {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both describe"),
-    (LLAMA, {}, TREE | {"labels": TREE["input_ids"]}, r"other branches.*shift_labels"),
-    (LLAMA, {}, TREE | {"use_cache": True}, "Leave use_cache out"),
-    (LLAMA, {}, lambda model: TREE | {"past_key_values": model(IDS[:, :4], use_cache=True).past_key_values},
+    ("llama", {}, TREE | {"tree_ends": torch.zeros(SHAPE)}, "tree_ends must be an integer tensor.*got"),
+    ("llama", {}, TREE | {"tree_ends": ones(1, 3)}, r"tree_ends has shape \(1, 3\)"),
+    ("llama", {}, TREE | {"tree_ends": 99 * ones(*SHAPE)}, r"ends\[0\] is 99"),
+    ("llama", {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both describe"),
+    ("llama", {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both describe"),
+    ("llama", {}, TREE | {"labels": TREE["input_ids"]}, r"other branches.*shift_labels"),
+    ("llama", {}, TREE | {"use_cache": True}, "Leave use_cache out"),
+    ("llama", {}, lambda model: TREE | {"past_key_values": model(IDS[:, :4], use_cache=True).past_key_values},
      "tree_ends describe a batch of whole documents"),
-    (LLAMA, {}, TREE | {"position_ids": torch.arange(SHAPE[1])[None]},
+    ("llama", {}, TREE | {"position_ids": torch.arange(SHAPE[1])[None]},
      "tree_ends and position_ids contradict each other at token 4 of the flattened rows, 4 for a depth of 2.*diagonal"),
-    (LLAMA, {}, TREE | {"position_ids": TREE["position_ids"] * 0},
+    ("llama", {}, TREE | {"position_ids": TREE["position_ids"] * 0},
      "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
-    (lazily("mamba2"), {}, TREE, "Leave tree_ends and share_prefixes out"),
-    (lazily("electra-encoder"), {}, TREE, "Leave tree_ends and share_prefixes out"),
-    (of_class("LlamaForSequenceClassification/llama"), {}, TREE, "several documents"),
+    ("mamba2", {}, TREE, "Leave tree_ends and share_prefixes out"),
+    ("electra-encoder", {}, TREE, "Leave tree_ends and share_prefixes out"),
+    ("LlamaForSequenceClassification/llama", {}, TREE, "several documents"),
     # encoders with decoders
-    (BART, {}, beside(decoder_attention_mask=None), f"row 0 has 1 {BOTH}"),
-    (BART, {}, beside(attention_mask=None), "row 0 has 4 documents in the decoder and 1 in the enc"),
-    (BART, {}, beside(decoder_attention_mask=torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])),
+    ("bart+", {}, beside(decoder_attention_mask=None), f"row 0 has 1 {BOTH}"),
+    ("bart+", {}, beside(attention_mask=None), "row 0 has 4 documents in the decoder and 1 in the enc"),
+    ("bart+", {}, beside(decoder_attention_mask=torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])),
      "document 4 of the decoder's mask would see document 3 of the encoder's"),
-    (BART, {}, beside(decoder_attention_mask=torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])), "row 0 has 3 documents in"),
-    (BART, {}, beside(attention_mask=None, decoder_attention_mask=None, seq_idx=torch.tensor([[0] * 11 + [1] * 11])),
+    ("bart+", {}, beside(decoder_attention_mask=torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])), "row 0 has 3 docu"),
+    ("bart+", {}, beside(attention_mask=None, decoder_attention_mask=None, seq_idx=torch.tensor([[0] * 11 + [1] * 11])),
      "row 0 has 1 documents in the decoder and 2 in the encoder"),
-    (BART, {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 17]), cu_seq_lens_k=torch.tensor([0, 11, 22])),
+    ("bart+", {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 17]), cu_seq_lens_k=torch.tensor([0, 11, 22])),
      "lists 4 documents of the decoder and cu_seq_lens_k 2 of the encoder"),
-    (BART, {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 5, 17]), cu_seq_lens_k=torch.tensor([0, 8, 22, 22])),
+    ("bart+", {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 5, 17]), cu_seq_lens_k=torch.tensor([0, 8, 22, 22])),
      "a document is empty in only one of cu_seq_lens_q and cu_seq_lens_k"),
-    (BART, {}, beside(cu_seq_lens_q=torch.tensor([0, 17]), decoder_input_ids=None),
+    ("bart+", {}, beside(cu_seq_lens_q=torch.tensor([0, 17]), decoder_input_ids=None),
      "decoder_attention_mask was passed without decoder_input_ids"),
-    (BART, {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 15]), cu_seq_lens_k=OFFSETS),
+    ("bart+", {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 15]), cu_seq_lens_k=OFFSETS),
      "documents of the decoder: .* end with the number of tokens, 17"),
-    (BART, {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 17]), cu_seq_lens_k=torch.tensor([0, 8, 10, 15, 20])),
+    ("bart+", {}, beside(cu_seq_lens_q=torch.tensor([0, 5, 7, 13, 17]), cu_seq_lens_k=torch.tensor([0, 8, 10, 15, 20])),
      "documents of the encoder: cu_seq_lens_k must .* end with the number of tokens, 22"),
-    (BART, {}, beside(attention_mask=torch.ones(1, 9)), "attention_mask has shape"),
-    (BART, {}, beside(decoder_attention_mask=None, decoder_input_ids=None, labels=ones(1, 17)), "row 0 has 1 doc"),
-    (T5, {}, lambda model: {
+    ("bart+", {}, beside(attention_mask=torch.ones(1, 9)), "attention_mask has shape"),
+    ("bart+", {}, beside(decoder_attention_mask=None, decoder_input_ids=None, labels=ones(1, 17)), "row 0 has 1 doc"),
+    ("t5+", {}, lambda model: {
         "past_key_values": model(**beside()(model)).past_key_values, "attention_mask": SEGMENTS,
         "encoder_outputs": (torch.zeros(1, 22, 32, dtype=torch.float64),), "decoder_input_ids": IDS[:, :1],
     }, "continues a cache must have one document on the encoder's side"),
     # Its encoder takes padding tokens for padding, and its decoder for tokens.
-    (pair("t5gemma"), {}, beside("padded_right", **dict.fromkeys(
+    ("t5gemma+", {}, beside("padded_right", **dict.fromkeys(
         ("attention_mask", "position_ids", "decoder_attention_mask", "decoder_position_ids"))), "Pass attention_mask"),
     (CROSS, {}, call_of("segments_alone", encoder_hidden_states=torch.randn(1, 22, 32, dtype=torch.float64)),
      "row 0 has 4 documents in the decoder and 1 in the"),
     # labels on padding of numbered documents, for each kind of loss
-    (tiny("bert", "BertForMaskedLM"), {}, NUMBERED | {"labels": LABELS}, ON_PADDING),
-    (LLAMA, {}, NUMBERED | {"labels": LABELS, "shift_labels": LABELS}, ON_PADDING),
-    (T5, {}, NUMBERED | OF_TARGETS, ON_PADDING),
-    (T5, {}, NUMBERED | OF_TARGETS | {"decoder_input_ids": NUMBERED["input_ids"]}, ON_PADDING),
+    ("BertForMaskedLM/bert", {}, NUMBERED | {"labels": LABELS}, ON_PADDING),
+    ("llama", {}, NUMBERED | {"labels": LABELS, "shift_labels": LABELS}, ON_PADDING),
+    ("t5+", {}, NUMBERED | OF_TARGETS, ON_PADDING),
+    ("t5+", {}, NUMBERED | OF_TARGETS | {"decoder_input_ids": NUMBERED["input_ids"]}, ON_PADDING),
     # answers and other results of rows
-    (answering("Llama"), {}, call_of(start_positions=torch.tensor([2]), end_positions=torch.tensor([5])),
+    (answering("Llama/llama"), {}, call_of(start_positions=torch.tensor([2]), end_positions=torch.tensor([5])),
      r"start_positions has shape \(1,\), but the packed rows hold 4 documents. Pass start_positions of shape \(4,\)"),
-    (answering("Llama"), {}, call_of(start_positions=START, end_positions=torch.zeros(5, dtype=torch.long)),
+    (answering("Llama/llama"), {}, call_of(start_positions=START, end_positions=torch.zeros(5, dtype=torch.long)),
      r"end_positions has shape \(5,\), but the packed rows hold 4 documents"),
-    (answering("Llama"), {}, call_of(**ANSWERS, past_key_values=CACHE),
+    (answering("Llama/llama"), {}, call_of(**ANSWERS, past_key_values=CACHE),
      r"packed rows can't use a cache.*Leave the cache out, or.* Documents in each row: \[4\]"),
-    (answering("Bert"), {}, call_of(start_positions=START), "start_positions without end_positions; pass both"),
-    (answering("XLNet"), {}, call_of(), "one value for each row.*Pass padded rows"),
-    (answering("XLM"), {}, call_of(**ANSWERS), "XLMForQuestionAnswering has a loss of its own.*Pass padded rows"),
-    (answering("BigBird"), {}, call_of(), "BigBirdForQuestionAnswering gives one result for"),
+    (answering("Bert/bert"), {}, call_of(start_positions=START), "start_positions without end_positions; pass both"),
+    (answering("XLNet/xlnet"), {}, call_of(), "one value for each row.*Pass padded rows"),
+    (answering("XLM/xlm"), {}, call_of(**ANSWERS), "XLMForQuestionAnswering has a loss of its own.*Pass padded rows"),
+    (answering("BigBird/big_bird"), {}, call_of(), "BigBirdForQuestionAnswering gives one result for"),
     (user(Lengthening), {}, call_of(), r"runs on \(1, 23\) tokens, but the model around it was given \(1, 22\)"),
     (user(OwnPooler, "bert"), {}, call_of(), r"returns pooler_output with one value for each row.*in each row: \[4\]"),
     (user(Smoothing, "bert"), {}, call_of(**ANSWERS), "has a loss of its own.*Pass padded rows"),
@@ -404,9 +396,9 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], Any, str]] = [
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("make", "options", "call", "words"), OF_CLASSES)
-def test_calls_of_single_classes(make: Callable[[], Any], options: dict[str, Any], call: Any, words: str) -> None:
+def test_calls_of_single_classes(make: Make, options: dict[str, Any], call: Any, words: str) -> None:
     """Padded rows of heads of users aren't refused."""
-    model = make()
+    model = made(make)
     with tritonpack.patch(model, **options):
         if type(model).__module__.startswith("tests."):
             assert model(**padded()) is not None

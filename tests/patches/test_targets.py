@@ -68,7 +68,10 @@ def test_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, words = HEARD[name]
     for attention in ("tritonpack", "sdpa", "eager"):
         monkeypatch.setattr(notices, "said", {"unpatched-model": object()})
-        with warnings.catch_warnings(record=True) as found, patch(model := tiny(), attention=attention):
+        with (
+            warnings.catch_warnings(record=True) as found,
+            patch(model := zoo.tiny_model("llama"), attention=attention),
+        ):
             warnings.simplefilter("always")
             for _ in range(2):
                 model(**{"input_ids": IDS, **given})
@@ -78,22 +81,18 @@ def test_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert words.partition(":")[0] in {"", *notices.said}
 
 
-def tiny(kind: str = "LlamaForCausalLM") -> Any:
-    model_type = {"GPT2LMHeadModel": "gpt2"}.get(kind, kind.partition("For")[0].removesuffix("LMHeadModel").lower())
-    return zoo.tiny_model(model_type, kind=kind)
-
-
 def test_which_losses_shift() -> None:
-    shifting = {"LlamaForCausalLM", "GPT2LMHeadModel", "BertLMHeadModel"}
-    others = {"BertForMaskedLM", "LlamaForSequenceClassification", "XLNetLMHeadModel", "BartForCausalLM"}
-    assert {kind for kind in shifting | others if shifts_labels(tiny(kind), {})} == shifting
+    shifting = {"LlamaForCausalLM/llama", "GPT2LMHeadModel/gpt2", "BertLMHeadModel/bert"}
+    others = {"BertForMaskedLM/bert", "LlamaForSequenceClassification/llama", "XLNetLMHeadModel/xlnet"}
+    kinds = shifting | others | {"BartForCausalLM/bart"}
+    assert {spec for spec in kinds if shifts_labels(zoo.build(spec), {})} == shifting
 
 
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
 def test_a_mask_that_numbers_documents_from_0_is_refused(attention: Any) -> None:
     """Document 0 would be padding."""
     words = r"label 6 in row 0 is predicted at token 0.* pass attention_mask \+ 1"
-    with patch(model := tiny(), attention=attention):
+    with patch(model := zoo.tiny_model("llama"), attention=attention):
         for _ in range(2):
             with pytest.raises(ValueError, match=words):
                 model(input_ids=IDS, labels=MASKED, attention_mask=NUMBERS)
@@ -153,7 +152,7 @@ SPANS = {
 
 
 def answering(name: str) -> PreTrainedModel:
-    return zoo.tiny_model(name.lower(), kind=f"{name}ForQuestionAnswering", dtype=torch.float64, num_labels=2)
+    return zoo.build(f"{name}ForQuestionAnswering/{name.lower()}", num_labels=2)
 
 
 def cross_entropy(model: PreTrainedModel, name: str, places: dict[int, int]) -> Tensor:
