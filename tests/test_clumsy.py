@@ -1,7 +1,4 @@
-"""Values of the wrong type or size, one at a time, for one parameter of each kind of check.
-
-Each value either raises a ValueError of tritonpack or is accepted. The accepted kinds of values are listed here.
-"""
+"""Values of the wrong type or size, one at a time: each raises a ValueError of tritonpack or is accepted."""
 
 from collections.abc import Callable
 from traceback import walk_tb
