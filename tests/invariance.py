@@ -31,13 +31,13 @@ def moved_outputs(
     inputs = make_inputs(case, dtype, device)
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "dlse": inputs.dlse.T}
 
-    def outputs(mask: BlockDiagonalMask, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        q, k, v = (given[name].clone().requires_grad_() for name in ("q", "k", "v"))
+    def outputs(mask: BlockDiagonalMask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
         out, lse = varlen_attention(
             q, k, v, mask, sinks=inputs.sinks, return_lse=True, pack_invariant=pack_invariant, backend=backend,
             **inputs.keywords,
         )  # fmt: skip
-        grads = torch.autograd.grad((out, lse), (q, k, v), (given["dout"], given["dlse"].T))
+        grads = torch.autograd.grad((out, lse), (q, k, v), (tensors["dout"], tensors["dlse"].T))
         return dict(zip(ROW_OUTPUTS, (out.detach(), lse.detach().T, *grads), strict=True))
 
     packed, moved, begin = outputs(inputs.mask, tensors), set(), 0
@@ -47,13 +47,13 @@ def moved_outputs(
         mask = BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window, device=device)
         alone = outputs(mask, {name: x[rows] for name, x in tensors.items()})
         if poison:
-            others = torch.ones(len(inputs.q), dtype=torch.bool, device=device)
-            others[rows] = False
-            poisoned = {name: _poisoned(x, others) if name in poison else x for name, x in tensors.items()}
-            packed = outputs(inputs.mask, poisoned)
+            packed = outputs(inputs.mask, tensors | {name: _poisoned(tensors[name], rows) for name in poison})
         moved |= {name for name, x in alone.items() if not torch.equal(x, packed[name][rows])}
     return moved
 
 
-def _poisoned(x: Tensor, rows: Tensor) -> Tensor:
-    return x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), float("nan"))
+def _poisoned(x: Tensor, rows: slice) -> Tensor:
+    """x, with NaN in all other rows."""
+    poisoned = torch.full_like(x, float("nan"))
+    poisoned[rows] = x[rows]
+    return poisoned

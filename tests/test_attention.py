@@ -11,9 +11,8 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from tests import invariance
-from tritonpack import BackendUnavailableError, BlockDiagonalMask, varlen_attention
-from tritonpack.backends import BACKENDS as REGISTRY
-from tritonpack.backends import blocked, resolve_backend
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import blocked
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 
@@ -27,15 +26,7 @@ def slow(value: Any) -> ParameterSet:
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), torch.float32, torch.float64], ids=str)
 
 
-def runs_here(backend: Any) -> bool:
-    try:
-        resolve_backend(backend, torch.zeros(1, 1, 16))
-    except BackendUnavailableError:
-        return False
-    return True
-
-
-ON_CPU = [name for name in REGISTRY if name not in ("auto", "triton") and runs_here(name)]
+ON_CPU = ["blocked", "reference"]
 TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
 BACKENDS = pytest.mark.parametrize("backend", ON_CPU)
 AND_TRITON = pytest.mark.parametrize("backend", [*ON_CPU, TRITON])
@@ -251,7 +242,7 @@ class TestPackInvariance:
             assert not invariance.moved_outputs(longer, dtype, "blocked", pack_invariant=True, poison=poison)
 
     @pytest.mark.parametrize("value", [NAN, INF])
-    @pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
+    @AND_TRITON
     def test_what_is_not_finite_reaches_neighbours_without_pack_invariant(self, backend: Any, value: float) -> None:
         """docs/backends.md promises containment for pack_invariant alone. With softcap "blocked" uses tiles, too."""
         q, k, v = torch.randn(3, 40, 1, 16)
@@ -330,7 +321,6 @@ def all_three(*shape: int, **options: Any) -> dict[str, Tensor]:
 
 
 SIZES = "the mask is for 4 queries and 4 keys, but q has"
-FLAG = "pack_invariant must be True or False; got"
 # Changed arguments, and words of the refusal
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 2, 4, 16)},
@@ -344,25 +334,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mask": lambda: of_four().to("meta")}, "on one device; got cpu, cpu, cpu, meta"),
     ({"v": torch.zeros(5, 2, 16)}, r"k and v must have the same .* heads; got \(4, 2, 16\) and \(5, 2, 16\)"),
     ({"q": torch.zeros(4, 3, 16)}, "query heads must be a multiple of the number of key heads; got 3 and 2"),
-    (all_three(4, 0, 16), "multiple .*; got 0 and 0"),
     ({"q": torch.zeros(4, 2, 32)}, "q and k must have the same head dim.* each from 1 to 512; got 32, 16 and 16"),
-    (all_three(4, 2, 0), "from 1 to 512; got 0, 0 and 0"),
     (all_three(4, 2, 513), "from 1 to 512; got 513, 513 and 513"),
     ({"q": torch.zeros(6, 2, 16)}, f"{SIZES} 6 rows and k 4. Pass total_q and total_k"),
     ({"k": torch.zeros(5, 2, 16), "v": torch.zeros(5, 2, 16)}, f"{SIZES} 4 rows and k 5"),
     *(({"scale": x}, f"scale must be a positive finite int or float, .*; got {x}") for x in (0.0, -1.0, INF, NAN)),
-    ({"scale": torch.tensor(0.5)}, r"int or float, or None .*; got tensor\(0.5"),
     ({"softcap": -1.0}, "softcap must be .* above 0, or 0.0 for none; got -1.0"),
-    ({"softcap": NAN}, "softcap must be a finite int or float.*; got nan"),
     *(({"dropout_p": x}, f"dropout_p must be .* from 0 to below 1; got {x}") for x in (1.0, NAN)),
     *(({"dropout_p": p, "dropout_seed": x}, f"dropout_seed must be an integer .* got {x!r}")
       for p in (0.0, 0.1) for x in (-1, True, "x")),
     ({"dropout_p": 0.1, "dropout_seed": torch.tensor(1.0)}, r"be an int64 scalar on cpu; got \(\) float32 on cpu"),
     ({"dropout_p": 0.1, "pack_invariant": True}, "exclude each other.* Set dropout_p=0.0 or pack_invariant=False"),
-    ({"pack_invariant": "yes"}, f"{FLAG} str 'yes'"), ({"pack_invariant": 1}, f"{FLAG} int 1"),
-    ({"return_lse": None}, "return_lse must be True or False; got NoneType None"),
     ({"sinks": torch.zeros(3)}, r"sinks must be .* shape \(heads,\) = \(2,\); got \(3,\) float32"),
-    ({"sinks": torch.zeros(2, dtype=torch.int32)}, "floating-point .* got .*int32"),
     ({"sinks": torch.zeros(2).double()}, "sinks of float64 don't fit float32 inputs; cast them"),
     ({"alibi_slopes": torch.zeros(2).double()}, "alibi_slopes of float64 don't fit float32 inputs; cast them"),
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be .* with 2 heads; got \(3,\) float32"),
@@ -372,7 +355,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(0, 2)}, "alibi_slopes are for 0 documents, but the mask has more"),
     ({"alibi_slopes": torch.zeros(2, 2)}, "alibi_slopes are for 2 documents, but the mask has 1"),
     ({"backend": "flash"}, "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'"),
-    ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
     ({"backend": "reference", "pack_invariant": True},
      "can't be pack_invariant; use backend='blocked' or 'triton'"),
     ({"mask": lambda: BlockDiagonalMask.from_tree([-1, 0, 0, 0]), "pack_invariant": True}, "in a mask of trees"),

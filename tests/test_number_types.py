@@ -152,15 +152,12 @@ def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
         require_exact(call, ARGUMENTS[name.removeprefix("decoder_")], set(WHOLE), numbered_mask=masks)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["filled", "static"])
-def test_masks_that_number_documents_beside_a_cache(static: bool) -> None:
+def test_masks_that_number_documents_beside_a_cache() -> None:
     """The keys of a cache are those of one document."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
-    cache = StaticCache(model.config, max_cache_len=16) if static else DynamicCache()
-    ids, numbers = IDS[:, :8], torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3]])
-    name = NAMES_OF_CACHE[-1]
+    ids, numbers, name = IDS[:, :8], torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3]]), NAMES_OF_CACHE[-1]
     with tritonpack.patch(model), torch.no_grad():
-        if not static:
+        for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=16)):
             model(ids[:, :3], **{name: cache})
-        with pytest.raises(ValueError, match="numbers several documents"):
-            model(ids if static else ids[:, 3:], attention_mask=numbers, **{name: cache})
+            with pytest.raises(ValueError, match="numbers several documents"):
+                model(ids[:, 3:], attention_mask=numbers, **{name: cache})

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,14 +47,6 @@ def call(backend: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens([4]), backend=backend)
 
 
-@pytest.fixture
-def other_gpus() -> Iterator[None]:
-    """Within a test that fakes GPUs, what is known of real ones is forgotten."""
-    backends.has_matrix_products.cache_clear()
-    yield
-    backends.has_matrix_products.cache_clear()
-
-
 @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
 def test_resolved_module(name: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other backend runs when the chosen one fails."""
@@ -93,18 +85,18 @@ GPUS = [
 
 
 @pytest.mark.parametrize(("gpu", "multiplies"), GPUS)
-@pytest.mark.usefixtures("other_gpus")
 def test_triton_needs_matrix_instructions_in_16_bits(
     gpu: Any, multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
+    device = torch.device("cuda", 100 + GPUS.index((gpu, multiplies)))  # of which nothing is cached
     monkeypatch.setattr("torch.version.hip", "7.0" if isinstance(gpu, str) else None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "old")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     words = "CDNA and RDNA 3, " if isinstance(gpu, str) else r"8\.0"
     for dtype in DTYPES[:3]:
-        q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+        q: Any = SimpleNamespace(is_cuda=True, device=device, dtype=dtype)
         if multiplies or dtype == torch.float32:
             assert resolve_backend("triton", q) == resolve_backend("auto", q) == "triton"
             continue

@@ -101,19 +101,13 @@ def test_new_lengths_do_not_recompile() -> None:
     from tritonpack.kernels.intervals import offsets_kernel, runs_kernel
     from tritonpack.kernels.trees import depths_kernel, parents_kernel, starts_kernel
 
-    def compiled() -> int:
-        kernels = (dense_mask_kernel, offsets_kernel, runs_kernel, parents_kernel, depths_kernel, starts_kernel)
-        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
-
-    def build(length: int, window: int) -> None:
+    kernels = (dense_mask_kernel, offsets_kernel, runs_kernel, parents_kernel, depths_kernel, starts_kernel)
+    compiled = []
+    for length, window in ((64, -1), (1, 1), (16, 0), (17, 16), (1000, 17), (4096, 2**20)):
         ids = torch.arange(length, device="cuda")
         offsets = torch.arange(0, length + 1, max(length // 3, 1), device="cuda")
         BlockDiagonalMask.from_cu_seqlens(offsets, total_q=length, window=(window, 0)).to_dense()
         BlockDiagonalMask.from_position_ids(ids, window=(window, 0), chunk_size=window + 2)
         BlockDiagonalMask.from_tree(ids - 1, window=(window, 0), chunk_size=window + 2)
-
-    build(64, -1)
-    before = compiled()
-    for length, window in ((1, 1), (16, 0), (17, 16), (1000, 17), (4096, 2**20)):
-        build(length, window)
-    assert compiled() == before
+        compiled.append(sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values()))
+    assert len({*compiled}) == 1

@@ -89,6 +89,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         for name, value, message in (
         ("query_stop", None, "query_stop must be a one-dimensional int32 tensor; got NoneType"),
         ("query_start", torch.zeros(2), "query_start must be a one-dimensional int32"),
+        ("diagonal", int32([0, 1]), "key_places must be a one-dimensional int32 tensor; got NoneType"),
         ("key_places", int32([0, 0, 0]), "key_places must hold a number for each of the 2 keys"),
         ("query_stop", int32([1, 5]), r"key 1 of the mask has the queries \[0, 5\); .* within the 2 queries"),
     )},
