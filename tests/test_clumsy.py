@@ -4,6 +4,7 @@ Each value either raises a ValueError of tritonpack or is accepted. The accepted
 """
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -15,33 +16,13 @@ from tritonpack import BlockDiagonalMask as Mask
 from tritonpack import flash_attn, packing
 
 BAD: dict[str, Any] = {
-    "none": None,
-    "text": "text",
-    "bytes": b"ab",
-    "half": 1.5,
-    "four.0": 4.0,
-    "minus1": -1,
-    "zero": 0,
-    "true": True,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "huge": 2**70,
-    "empty": [],
-    "ints": [1, 2],
-    "bools": [True, False],
-    "ragged": [[1], [1, 2]],
-    "mapping": {},
-    "set": {1},
-    "range": range(3),
-    "object": object(),
-    "np3": np.int64(3),
-    "array": np.array([1, 2]),
-    "tensor0": torch.tensor(3),
-    "tensor-floats": torch.tensor([0.5, 1.0]),
-    "tensor-bools": torch.tensor([True, False]),
-    "tensor-u16": torch.tensor([0, 1, 2], dtype=torch.uint16),
+    "none": None, "text": "text", "bytes": b"ab", "half": 1.5, "four.0": 4.0, "minus1": -1, "zero": 0, "true": True,
+    "nan": float("nan"), "inf": float("inf"), "huge": 2**70, "empty": [], "ints": [1, 2], "bools": [True, False],
+    "ragged": [[1], [1, 2]], "mapping": {}, "set": {1}, "range": range(3), "object": object(), "np3": np.int64(3),
+    "array": np.array([1, 2]), "tensor0": torch.tensor(3), "tensor-floats": torch.tensor([0.5, 1.0]),
+    "tensor-bools": torch.tensor([True, False]), "tensor-u16": torch.tensor([0, 1, 2], dtype=torch.uint16),
     "tensor-2d": torch.zeros(2, 2, dtype=torch.int64),
-}
+}  # fmt: skip
 
 LENGTHS = [5, 3, 4, 4, 2, 6, 8, 8]
 ROWS = torch.randn(5, 2, 16)
@@ -88,7 +69,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "flash_attn_func": (
-        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints array"},
+        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints"},
     ),
     "unpad_input": (
         flash_attn.bert_padding.unpad_input,
@@ -125,10 +106,7 @@ def test_wrong_values_raise_our_value_error(name: str, parameter: str) -> None:
             function(**arguments | {parameter: value})
             taken.add(kind)
         except Exception as error:
-            origin = error.__traceback__
-            while origin is not None and origin.tb_next is not None:
-                origin = origin.tb_next
-            home = origin.tb_frame.f_globals["__name__"] if origin else ""
+            home = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1]
             if not isinstance(error, ValueError) or not home.startswith("tritonpack"):
                 faults.append(f"{kind}: {type(error).__name__} of {home}: {error}")
     assert not faults

@@ -18,6 +18,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     *((partial(tritonpack.patch, tiny_model("llama"), **{name: False}), rf"{name} of patch\(\) was removed: use ")
       for name in ("tiled_loss", "tiled_mlp")),
     (lambda: tritonpack.SequenceParallel(None, heads_k_stride=1), "was removed: .*about four steps of heads"),
+    (lambda: tritonpack.SequenceParallel(None, grad_reduce="sum"), "was removed: .*divide the loss by the number of"),
     (lambda: tritonpack.AllGatherWithGrad(backward="slice"), "was removed: .*divide the loss by the number of ranks"),
     (lambda: check_layout_name("balanced"), "was removed: .*layout='documents' is as even"),
     *((partial(call, **{name: 1}), rf"{name} of \w+\(\) was removed: {re.escape(OPTIONS[name])}")

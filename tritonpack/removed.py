@@ -49,6 +49,7 @@ OPTIONS = {
     "padded": "torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) pads the list that is returned",
     "heads_k_stride": "keys travel in about four steps of heads",
     "backward": "gradients are summed over ranks; where yours are summed too, divide the loss by the number of ranks",
+    "grad_reduce": "average gradients over ranks; where yours are summed, divide the loss by the number of ranks",
 }
 
 # Commands, and options of commands.

@@ -77,17 +77,6 @@ class TestExactness:
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
 
-    @pytest.mark.fast("True")
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_gradients_equal_finite_differences(self, causal: bool) -> None:
-        inputs = make_inputs(Case("slopes", (16, 16), causal=causal, heads=2, kv_heads=1, head_dim=4), torch.float64)
-        leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-
-        def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return varlen_attention(q, k, v, inputs.mask, backend="blocked")
-
-        assert torch.autograd.gradcheck(out, leaves)
-
     @pytest.mark.parametrize("lengths", [(1,), (20,)])
     def test_rows_that_overlap_in_memory(self, lengths: tuple[int, ...]) -> None:
         """Strides that no matrix product takes; `contiguous` doesn't change those of a single row."""
@@ -199,19 +188,10 @@ class TestPlan:
         assert found[0] == runs
         assert found[1] == blocks or pack_invariant
 
-    @pytest.mark.parametrize("tokens", [fused.MAX_PIECE_KEYS, fused.MAX_PIECE_KEYS + 1])
-    def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        read = fused._for_kernel(torch.zeros(tokens, 2, 16), 16)
-        assert read.shape == (1, 2, tokens, 16)
-        assert read.is_contiguous() == (tokens > fused.MAX_PIECE_KEYS)
-
     def test_pieces_have_whole_vectors_of_keys_and_chunks_are_documents(self) -> None:
-        assert plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs == [
-            (0, 160, 0, 160, fused.CAUSAL),
-            (160, 300, 0, 300, fused.CAUSAL),
-            (300, 402, 300, 412, fused.CAUSAL),
-            (402, 500, 300, 510, fused.CAUSAL),
-        ]
+        runs = plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs
+        assert [run[:4] for run in runs] == [(0, 160, 0, 160), (160, 300, 0, 300), (300, 402, 300, 412),
+                                             (402, 500, 300, 510)]  # fmt: skip
         chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
         assert sizes(replace(make_inputs(Case("chunked", (512,))), mask=chunked)) == (16, 0)
 

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import pad
 
-from tests.masks.forests import forests, visible
-from tests.masks.random_masks import WINDOWS, random_intervals, random_multimodal_document
+from tests.masks.forests import forests, mask_of_ends, visible
+from tests.masks.random_masks import WINDOWS, distances, random_intervals, random_multimodal_document
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.masks.block_diagonal import document_starts
+from tritonpack.masks.intervals import document_starts
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 REACHES = st.fixed_dictionaries(
@@ -159,7 +158,7 @@ def of_trees(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
             [int(column.nonzero().max()) + 1 if column.any() else n for n, column in enumerate(seen.T)]
             for seen in whole
         ]
-        return BlockDiagonalMask.from_tree_ends(torch.tensor(ends), **reach), expected
+        return mask_of_ends(torch.tensor(ends), **reach), expected
     return BlockDiagonalMask.from_tree(torch.tensor(rows), **reach), expected
 
 
@@ -172,13 +171,11 @@ def test_every_form(made: tuple[BlockDiagonalMask, Tensor], data: st.DataObject)
     mask, expected = made
     assert torch.equal(mask.validate().to_dense(), expected)
     assert torch.equal(mask.key_start < mask.key_stop, expected.any(1))
-    bits = ((mask.to_bits()[:, :, None] >> torch.arange(32)) & 1).flatten(1)
-    assert torch.equal(bits, pad(expected, (0, -mask.num_keys % 32)).int())
     dtype = data.draw(st.sampled_from(FLOATS))
     added = mask.to_dense(dtype, additive=True)
     assert torch.equal(mask.to_dense(dtype), expected.to(dtype))
     assert torch.equal(added, torch.where(expected, 0.0, torch.finfo(dtype).min).to(dtype))
-    for form in (mask.to_dense(), added, mask.to_bits()):  # rows begin at multiples of 16 bytes
+    for form in (mask.to_dense(), added):  # rows begin at multiples of 16 bytes
         assert not form.numel() or (form.stride(0) * form.element_size() % 16, form.stride(1)) == (0, 1)
     transposed = mask.transpose().validate()
     assert torch.equal(transposed.to_dense(), expected.T)
@@ -203,7 +200,7 @@ def test_every_form(made: tuple[BlockDiagonalMask, Tensor], data: st.DataObject)
     ):
         assert torch.equal(one.validate().to_dense(), dense)
     if mask.diagonal is not None:
-        assert torch.equal(part.distances(), mask.distances()[rows][:, keys])
+        assert torch.equal(distances(part), distances(mask)[rows][:, keys])
 
 
 @settings(max_examples=100)
@@ -266,9 +263,9 @@ def test_documents_depths_and_names() -> None:
     mask = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 4, 4])
     assert (mask.num_queries, mask.num_keys, mask.max_documents) == (5, 4, 2)
     assert BlockDiagonalMask.from_cu_seqlens([0, 2, 5], total_q=8).num_keys == 8
-    for made, kind in ((documents, ""), (tree, ", tree")):
+    for made, is_tree in ((documents, False), (tree, True)):
         moved = made.to("meta")
-        assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7{kind}, device=meta)"
+        assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7, is_tree={is_tree}, device=meta)"
         assert moved.origin is made
         assert moved.document.device == moved.device
         assert len({made, moved, made}) == 2

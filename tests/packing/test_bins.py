@@ -187,7 +187,7 @@ def test_sorts_keys(count, most):
     ],
 )
 def test_fullest_bins_of_a_stream_are_halved(bins, ranks, expected):
-    assert _whole_rounds(bins, {length: (None, length) for length in range(10)}, ranks) == (expected, 0)
+    assert _whole_rounds(bins, {length: (None, length) for length in range(10)}, ranks) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -243,7 +243,7 @@ REFUSED_UNITS = [
     (Units, ([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
     (Units, ([5, 6], [25]), "squares must be 2 integers, the sums .* of each unit; got int64 of shape"),
     (Units, ([5], [25.0]), "squares must be 1 integers, .*; got float64"),
-    (Units.of_trees, ([[[1]], []],), "unit 1, a list of sequences of token ids: sequences is empty"),
+    (Units.of_trees, ([[[1]], []],), "unit 1, a list of sequences of token ids: got 0 sequences"),
     (Units.of_trees, ([[[1]], [[1], []]],), "unit 1, .*: sequence 1 is empty"),
     (Units.of_trees, ([[[0.5]]],), "unit 0, .*: sequence 0 needs a row of integers"),
     (Units.of_trees, ([5, 6],), "unit 0, .*: sequences must be a list .*; got int 5"),

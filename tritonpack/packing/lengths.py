@@ -1,8 +1,9 @@
-"""Check lengths of documents, and truncate, split or drop documents that are longer than the capacity."""
+"""Measure and check lengths of documents, and truncate, split or drop documents that are longer than the capacity."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
 
+TOKENS = "input_ids"
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 Overlong = Literal["error", "truncate", "split", "drop"]
@@ -160,3 +162,64 @@ def fit_lengths(
         starts if overlong == "split" else None,
         OverlongReport(overlong, too_long, lost, int(pieces[above].sum()), noun),
     )
+
+
+def document_length(name: str, document: Any) -> int:
+    """The number of tokens of a row or of its "input_ids", at least one. A batch of one row, as processors return it
+    with `return_tensors="pt"`, is that row. The name is for messages.
+    """
+    tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
+    is_row = (type(tokens) is list and len(tokens) > 0 and type(tokens[0]) is int) or _is_row(tokens)  # most are these
+    if not is_row and (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
+        tokens = tokens[0]
+        is_row = _is_row(tokens)
+    if not is_row:
+        given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+        if isinstance(document, Mapping):
+            given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
+        raise ValueError(
+            f"{name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. Tokenize "
+            "text first. For documents of another form pass dataloader their lengths=."
+        )
+    if not len(tokens):
+        raise ValueError(f"{name} is empty; every document needs at least one token. Remove it first.")
+    return len(tokens)
+
+
+def is_table(dataset: Any) -> bool:
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.Dataset) and dataset.format["type"] != "custom"
+
+
+def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """The lengths of documents by the offsets of a table, if the dataset is one and they tell them."""
+    if not is_table(dataset) or TOKENS not in dataset.column_names:
+        return None
+    tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
+    chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
+    for chunk in chunks:  # a row of single values for each document: no row of rows, and none missing
+        if not hasattr(chunk, "value_lengths") or chunk.null_count or chunk.type.value_type.num_fields:
+            return None
+    parts = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
+    """Tokens start to stop of a document of `tokens` tokens, in all of its columns: rows of one value per token."""
+    if not isinstance(document, Mapping):
+        return document[start:stop]
+    if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
+        raise ValueError(
+            f"document {number} has {tokens} tokens and must be cut, but {', '.join(map(repr, whole))} isn't a row of "
+            "one value per token. Remove such columns (dataset.remove_columns), or pass overlong='drop'."
+        )
+    return {name: document[name][start:stop] for name in document}
+
+
+def _is_row(values: Any) -> bool:
+    """Return whether values can be sliced and hold one value per token; of a list only the first is read."""
+    if isinstance(values, (list, tuple)):
+        return not values or not (isinstance(values[0], Sequence) or getattr(values[0], "ndim", None))
+    others = isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__")
+    return not others and hasattr(values, "__len__") and getattr(values, "ndim", 1) == 1

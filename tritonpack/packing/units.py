@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tritonpack.packing.columns import TOKENS, naming, read_sequences
-from tritonpack.packing.lengths import MAX_INT32, OverlongReport, fit_lengths, whole_lengths
+from tritonpack.packing.collator import naming, read_sequences
+from tritonpack.packing.lengths import MAX_INT32, TOKENS, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
 

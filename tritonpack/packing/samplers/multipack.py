@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.bins import Algorithm, pack
-from tritonpack.packing.columns import is_iterable
+from tritonpack.packing.collator import is_iterable
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.samplers.epochs import EpochSampler, digest
