@@ -105,27 +105,27 @@ def test_tokens_are_those_of_packing_collator() -> None:
 @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
 def test_examples_of_other_forms_make_the_same_batch(text: str) -> None:
     """None and empty columns, as tables have them; the axis of a batch of one; another default device; a pickle."""
-    model = Rotated("qwen2_5_vl")
+    model, examples = Rotated("qwen2_5_vl"), [qwen(), TEXT, film()]
     model.rope_deltas = torch.zeros(10_000)
     model.get_rope_index = lambda *args: None  # type: ignore[method-assign]  # as a patch may put it there
-    collate, examples = VisionPackingCollator(model, pad_to_multiple_of=8), [qwen(), TEXT, film()]
-    plain = collate(examples)
+    collate = VisionPackingCollator(model, pad_to_multiple_of=8)
+    plain, data = collate(examples), pickle.dumps(collate)
     columns = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-    for absent in (None, [], torch.ones(0, 96)):
-        empty = {text: None, "second_per_grid_ts": None, **dict.fromkeys(columns, absent)}
-        assert_same(collate([empty | example for example in examples]), plain)
-    rows = [{name: torch.as_tensor(values)[None] for name, values in example.items()} for example in examples]
-    lists = [{name: [*values] if name in columns else values for name, values in one.items()} for one in examples]
-    for same in (rows, lists, [without(example, "mm_token_type_ids") for example in examples]):
-        assert_same(collate(same), plain)
-    data = pickle.dumps(collate)
+    forms = [[{text: None, "second_per_grid_ts": None, **dict.fromkeys(columns, absent)} | example
+              for example in examples] for absent in (None, [], torch.ones(0, 96))]  # fmt: skip
+    forms += [
+        [{name: torch.as_tensor(values)[None] for name, values in example.items()} for example in examples],
+        [{name: [*values] if name in columns else values for name, values in one.items()} for one in examples],
+        [without(example, "mm_token_type_ids") for example in examples],
+    ]
+    for form in forms:
+        assert_same(collate(form), plain)
     assert len(data) < 10_000, "workers get no weights"
-    assert_same(pickle.loads(data)(examples), plain)
-    for wrapped in (nn.Sequential(TIMED), nn.ModuleDict({"module": nn.ModuleDict({"model": TIMED})})):
-        assert_same(VisionPackingCollator(wrapped, pad_to_multiple_of=8)(examples), plain)
-    with torch.device("meta"):
-        made = collate(examples)
-    assert_same(made, plain)
+    wrapped = nn.Sequential(nn.ModuleDict({"model": TIMED}))
+    for same in (pickle.loads(data), VisionPackingCollator(wrapped, pad_to_multiple_of=8)):
+        with torch.device("meta"):
+            made = same(examples)
+        assert_same(made, plain)
 
 
 def test_columns_that_only_some_examples_need() -> None:
