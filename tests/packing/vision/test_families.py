@@ -1,8 +1,10 @@
-"""Each family trained on packed rows with images and videos, against each document in a call of its own."""
+"""Each family trained on packed rows, against each document in a call of its own; setup, which weighs targets alike."""
 
 import copy
 import math
+import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,15 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from transformers import Trainer, TrainingArguments
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tritonpack
+from tests.ecosystem.training import EXACT, arguments, distance, trained
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
 from tests.patches.comparison import apart, tolerance
+from tests.test_guides import DOCS
 from tritonpack.packing.vision.families import FAMILIES
 
 LIMIT = tolerance(torch.float64)
@@ -100,3 +105,45 @@ def test_every_family_is_tried_and_every_other_type_refused_by_name() -> None:
         model.config = SimpleNamespace(model_type=model_type)
         with pytest.raises(ValueError, match=f"doesn't know model type '{model_type}'"):
             tritonpack.VisionPackingCollator(model)
+
+
+# transformers' classes with accepts_loss_kwargs = False
+UNWEIGHTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "gemma4")
+
+
+def trainer(folder: Path, name: str, rows: int) -> Trainer:
+    pytest.importorskip("accelerate")
+    given = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0)
+    return Trainer(build(name), TrainingArguments(**given), train_dataset=examples(name))
+
+
+@pytest.mark.slow
+def test_page_names_the_classes_that_trainer_averages() -> None:
+    models = {name: type(build(name)) for name in FAMILIES.keys() & KINDS.keys()}
+    held_back = {name for name, model in models.items() if not getattr(model, "accepts_loss_kwargs", True)}
+    page = (DOCS / "vision.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`accepts_loss_kwargs = False` \(([^)]*)\)", page.replace("\n", " "))
+    assert set(re.findall(r"`(\w+)`", line)) == held_back == set(UNWEIGHTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNWEIGHTED)
+def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
+    whole, parts = trainer(tmp_path, name, 1), trainer(tmp_path, name, 100)
+    assert not parts.model_accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
+    longest = max(len(example["input_ids"]) for example in examples(name))
+    for one, tokens in ((whole, 4096), (parts, longest)):
+        tritonpack.setup(one, tokens, collate_fn=tritonpack.VisionPackingCollator(one.model))
+    assert len(parts.get_train_dataloader()) > 1 == len(whole.get_train_dataloader())
+    assert distance(trained(parts), trained(whole)) <= EXACT
+
+
+def test_undo_restores_what_trainer_passes_to_the_model(tmp_path: Path) -> None:
+    own = trainer(tmp_path, "qwen2_5_vl", 4)
+    collate = tritonpack.VisionPackingCollator(own.model)
+    with pytest.raises(ValueError, match="longer than the row size of 4"):
+        tritonpack.setup(own, 4, collate_fn=collate)
+    assert own.model_accepts_loss_kwargs is False
+    with tritonpack.setup(own, 256, collate_fn=collate):
+        assert own.model_accepts_loss_kwargs is True
+    assert own.model_accepts_loss_kwargs is False
