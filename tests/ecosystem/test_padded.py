@@ -67,15 +67,12 @@ class Task(NamedTuple):
     model: Callable[[], PreTrainedModel]
     collator: Callable[[Any], Any]
     examples: Callable[[], list[dict[str, Any]]]
-    targets_are_next: bool = False
 
     def trainer(self, folder: Path, model: Any = None) -> Trainer:
         """Windows of two batches with unequal numbers of targets; the last of an epoch has one batch."""
 
         def metrics(found: EvalPrediction) -> dict[str, float]:
             logits, labels = np.asarray(found.predictions), np.asarray(found.label_ids)
-            if self.targets_are_next:
-                logits, labels = logits[:, :-1], labels[:, 1:]
             logits, labels = logits[labels != -100], labels[labels != -100]
             return {"accuracy": float((logits.argmax(-1) == labels).mean()), "size": float(np.abs(logits).mean())}
 
@@ -95,7 +92,7 @@ class Task(NamedTuple):
 CLASSES, TAGS = AutoModelForSequenceClassification, AutoModelForTokenClassification
 TASKS: dict[str, Task] = {
     "causal": Task(
-        lambda: tiny_model("mistral"), lambda given: DataCollatorForLanguageModeling(given, mlm=False), alike, True
+        lambda: tiny_model("mistral"), lambda given: DataCollatorForLanguageModeling(given, mlm=False), alike
     ),
     "classifier": Task(lambda: decoder(CLASSES), DataCollatorWithPadding, classified),
     "tagger": Task(lambda: decoder(TAGS), DataCollatorForTokenClassification, tagged),
@@ -151,12 +148,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Setting(NamedTuple):
-    """A trainer of TRL: its kind, its model, what it is trained on, and options.
-
-    Attributes:
-        second: the family of a reference model or a teacher.
-        adapters: whether LoRA's adapters are trained.
-    """
+    """A trainer of TRL, its model, examples and options; `second` is the family of a reference model or a teacher."""
 
     kind: str
     model: Callable[[], Any]
