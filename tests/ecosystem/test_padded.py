@@ -246,25 +246,12 @@ def test_losses_weights_and_metrics_are_stocks(name: str, way: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> None:
+def test_rows_that_trl_packs_share_beginnings(tmp_path: Path) -> None:
     """`padding_free` leaves no padding, and what documents of a row have in common still runs once."""
     options = {"max_length": None}
     expected = trained(Setting("SFT", llama, TEXTS, options).trainer(tmp_path / "stock"))
     model, packed = llama(), Setting("SFT", llama, TEXTS, {**options, "padding_free": True})
-    handle = tritonpack.patch(model, share_prefixes=True) if first else None
-    packed = packed.trainer(tmp_path / "ours", model)
-    handle = handle or tritonpack.patch(model, share_prefixes=True)
-    assert distance(expected, trained(packed)) < EXACT
+    handle = tritonpack.patch(model, share_prefixes=True)
+    assert distance(expected, trained(packed.trainer(tmp_path / "ours", model))) < EXACT
     assert handle.saved is not None
     assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
-    model = mixtral()
-    tritonpack.patch(model, unpad=True)
-    trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
-    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced after this model was patched"):
-        trainer.train()
