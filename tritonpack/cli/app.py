@@ -112,9 +112,8 @@ def pack(
     columns: Annotated[str | None, Option(show_default="all", help="Columns with one value per token that rows keep, "
         "such as input_ids,labels.")] = None,
     overlong: OverlongOption = "error",
-    algorithm: Annotated[Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"], Option(help="How "
-        "documents are chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")
-                         ] = "best_fit_decreasing",
+    algorithm: Annotated[Literal["best_fit_decreasing", "best_fit", "next_fit"], Option(help="How documents are "
+        "chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
     jobs: Annotated[int, Option(min=1, max=1024, help="Processes.")] = 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -35,7 +36,7 @@ def examine(
     for one in report.results:
         rows.add_row(one.check, one.dtype, f"[{_STYLES[one.outcome]}]{one.outcome}[/]", escape(one.detail))
     console_beside(path).print(rows, escape(report.summary()), sep="\n")
-    write_json(path, report.as_dict())
+    write_json(path, asdict(report) | {"passed": report.passed})
     return report.passed
 
 

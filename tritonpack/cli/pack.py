@@ -16,7 +16,7 @@ import datasets
 
 from tritonpack.cli.machine import console_beside, percent, print_grid, require_writable, write_json
 from tritonpack.errors import OutputError
-from tritonpack.packing.columns import LEARNED
+from tritonpack.packing.collator import LEARNED
 from tritonpack.packing.lengths import count
 from tritonpack.packing.rows import Place, choose_columns, packed_dataset
 

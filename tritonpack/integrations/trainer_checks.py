@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.reader import fetch
+from tritonpack.packing.loader import fetch
 
 # transformers' name for the loss of a model -> what its labels belong to.
 LABELS: dict[str | None, str] = {

@@ -18,9 +18,9 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
-from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.reader import Reader, fetch
+from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
+from tritonpack.packing.collator import Objective as LabelObjective
+from tritonpack.packing.loader import Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.patches.compact import Saved
@@ -212,7 +212,7 @@ def setup(
         labels: what a label belongs to, the `objective` of PackingCollator, for losses of one's own. None finds it by
             the model's loss.
         attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
-        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `order`, `per_token`,
+        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With
             `documents` or `collate_fn` no column is removed. Evaluation keeps the trainer's own collator.
 
@@ -275,14 +275,14 @@ class _PackedTraining(SavedTokensCallback):
         loader, accumulated = self._handle._loader, args.gradient_accumulation_steps
         rows, steps = loader.rows, len(loader)
         try:
-            place = rows._find_place(saved["loader"])
+            made, done, was = rows.find_place(saved["loader"])
         except ValueError as error:
             raise ValueError(f"{error} Or {_ANEW}.") from error
-        done, changes = place.done // rows.num_replicas, ""
-        found = (place.made.epoch + 1, 0) if done == steps else (place.made.epoch, done)
+        done, changes = done // rows.num_replicas, ""
+        found = (made.epoch + 1, 0) if done == steps else (made.epoch, done)
         epoch, updates = divmod(state.global_step, -(-steps // accumulated))  # where Trainer continues
-        if place.made.before:
-            was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
+        if made.before:
+            was, now = ({**settings, "least_steps": 0} for settings in (was, made.settings))
             changes = describe_changes(was, now) or f"num_train_epochs or max_steps give each epoch {steps} steps"
         elif saved[_ACCUMULATED] != accumulated:
             changes = f"{_ACCUMULATED} was {saved[_ACCUMULATED]} and is {accumulated}"
@@ -290,7 +290,7 @@ class _PackedTraining(SavedTokensCallback):
             changes = "a callback ended it"
         if changes:
             raise ValueError(
-                f"the checkpoint can't be resumed, because the rest of its epoch {place.made.epoch} has other batches "
+                f"the checkpoint can't be resumed, because the rest of its epoch {made.epoch} has other batches "
                 f"since: {changes}. Restore that, or {_ANEW}."
             )
         return found
