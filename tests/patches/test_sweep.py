@@ -145,12 +145,6 @@ def raising(error: Exception, rows: int = 1) -> Callable[[Tensor], Tensor]:
     return check
 
 
-def more_loss(output: Any) -> Any:
-    if output.aux_loss is not None:
-        output.aux_loss = output.aux_loss + 1e-3
-    return output
-
-
 def half_a_gradient(output: Tensor) -> Tensor:
     return output.detach() / 2 + output / 2
 
@@ -170,7 +164,7 @@ JUDGED: list[tuple[str, str, Any, dict[str, str]]] = [
     (LLAMA, "patch", changed(raising(RuntimeError("broken"))), {"position_ids": "error"}),
     ("LlamaForSequenceClassification/llama", "patch", without, {"position_ids": "wrong", "padded_right": "exact"}),
     ("BertModel/bert", "patch", without, {"position_ids": "wrong", "padded_left": "stock"}),
-    ("MixtralForCausalLM/mixtral", "patch", changed(more_loss, ""),
+    ("MixtralForCausalLM/mixtral", "patch", changed(lambda x: setattr(x, "aux_loss", x.aux_loss and x.aux_loss + 1), ""),
      {"position_ids": "exact", "loss_position_ids": "wrong"}),
     (LLAMA, "unpad", changed(lambda x: x + 1e-3),
      {form: "exact" if form in LOSSES else "wrong" for form in forms.COMPACTED}),
@@ -197,20 +191,15 @@ def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_saved_rows_are_loaded_unchanged(tmp_path: Path) -> None:
-    for i, verdicts in enumerate(
-        (
-            {},
-            dict.fromkeys(forms.ALL, "exact"),
-            {form: "exact" for form in forms.ALL if form not in forms.LOSSES},
-            {**dict.fromkeys(forms.ALL, "wrong"), "two_rows": "exact", "loss_collator": "refused"},
-        )
-    ):
+    exact, wrong = dict.fromkeys(forms.ALL, "exact"), dict.fromkeys(forms.ALL, "wrong")
+    without_losses = {form: verdict for form, verdict in exact.items() if form not in forms.LOSSES}
+    for verdicts in ({}, exact, without_losses, {**wrong, "two_rows": "exact", "loss_collator": "refused"}):
         row = Row("A/b", "patch", "exact", "why", verdicts, 1e-7, "note", "dense", True, True, 1.2)
-        results.save([row], tmp_path / str(i))
-        assert results.load(tmp_path / str(i)) == [row]
+        results.save([row], tmp_path)
+        assert results.load(tmp_path) == [row]
     for how, verdict in (("patch", "wrong"), ("name", "exact"), ("patch", "exact")):
-        results.append(Row("A/b", how, verdict), tmp_path / "rows")
-    last = {row.how: row.verdict for row in results.load(tmp_path / "rows")}
+        results.append(Row("A/b", how, verdict), tmp_path)
+    last = {row.how: row.verdict for row in results.load(tmp_path)}
     assert last == {"name": "exact", "patch": "exact"}, "the last row of a class counts"
 
 
