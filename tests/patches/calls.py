@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.patches import zoo
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.forms import FORMS, LENGTHS
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
 
 EXACT = tolerance(torch.float64)

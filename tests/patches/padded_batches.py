@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tests.patches.comparison import apart, tolerance
 from tests.patches.models import VOCAB, tiny_model
+from tests.patches.zoo import apart, tolerance
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, relative
-from tests.patches.comparison import apart, gradients_of
 from tests.patches.sweep.forms import FORMS
+from tests.patches.zoo import apart, gradients_of
 
 IMAGE, BEGIN, END, SOUND = 60, 58, 59, 62
 PER_TOKEN = ("input_ids", "mm_token_type_ids", "token_type_ids")

@@ -21,9 +21,9 @@ import tritonpack
 from tests.patches import padded_batches as batches
 from tests.patches import zoo
 from tests.patches.calls import EXACT, call_of, documents
-from tests.patches.comparison import apart
 from tests.patches.models import VOCAB, tiny_model
 from tests.patches.padded_batches import BOTH_WAYS, SHARE, UNPAD, WAYS, Batch, completions, padded_batch, real, step
+from tests.patches.zoo import apart
 
 
 def unlabelled() -> Batch:

@@ -24,6 +24,7 @@ from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tritonpack.patches.forwards import installed, versions
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
+from tritonpack.patches.measuring import apart as apart  # tests import it from here
 
 DATA = yaml.safe_load((Path(__file__).parent / "zoo.yaml").read_text())
 VOCAB = 64
@@ -173,6 +174,21 @@ def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
     """Random token ids `[1, n]` for every length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The limit for small models; transformers computes norms and rotary angles in float32 also in float64."""
+    return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
+
+
+def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """Return the gradients of all parameters, with a different weight for each of the values."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype, device=values.device).view_as(values)
+    (values * weights).sum().backward()  # torch.autograd.grad doesn't go through reentrant checkpoints
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return found
 
 
 def _part_for(config: PreTrainedConfig, wanted: type[PreTrainedConfig]) -> PreTrainedConfig:

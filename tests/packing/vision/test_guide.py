@@ -15,7 +15,7 @@ import transformers
 import tritonpack
 from tests.packing.vision.examples import build
 from tests.packing.vision.processors import PROCESSORS, conversations, processed
-from tests.patches.comparison import apart, tolerance
+from tests.patches.zoo import apart, tolerance
 from tests.test_guides import DOCS, blocks
 from tritonpack.packing.vision.families import FAMILIES
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case, NotBuiltError, build, load, no_text
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import Losses, expected_losses, losses_of
 from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, VERDICTS, Row
-from tests.patches.sweep.subject import Outputs, Subject, difference
+from tests.patches.sweep.subject import Losses, Outputs, Subject, difference, expected_losses, losses_of
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
 
