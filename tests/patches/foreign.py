@@ -320,18 +320,17 @@ def of(kind: Any, **more: Any) -> Callable[[], Any]:
     return lambda: kind(config(**more))
 
 
-# Outputs beside the logits that aren't refused, and others that are.
-VALUES: dict[str, Callable[[Tensor], Any]] = {
-    "a constant": lambda x: x.new_ones(1, 5, 2),
-    "of each token": lambda x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]},
-}
-MIXED: dict[str, Callable[[Tensor], Any]] = {
-    "the mean": lambda x: x.mean(1),
-    "the last token's": lambda x: x[:, -1],
-    "a mean with a dimension": lambda x: x.mean(1, keepdim=True),  # it doesn't look like a result of a row
-    "the token's before": lambda x: x + x.roll(1, dims=1),
-    "a sum in a list": lambda x: [x, x.cumsum(1)],  # padding that follows doesn't change it
-    "centred in the batch": lambda x: x - x.mean((0, 1)),
+# Another output, and the words of its refusal.
+VALUE = "don't stay apart: .*value"
+VALUES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a constant": ("", lambda x: x.new_ones(1, 5, 2)),
+    "of each token": ("", lambda x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]}),
+    "the mean": (VALUE, lambda x: x.mean(1)),
+    "the last token's": (VALUE, lambda x: x[:, -1]),
+    "a mean with a dimension": (VALUE, lambda x: x.mean(1, keepdim=True)),  # it doesn't look like a result of a row
+    "the token's before": (VALUE, lambda x: x + x.roll(1, dims=1)),
+    "a sum in a list": (VALUE, lambda x: [x, x.cumsum(1)]),  # padding that follows doesn't change it
+    "centred in the batch": (VALUE, lambda x: x - x.mean((0, 1))),
 }
 
 OWN = r"runs code that isn't transformers' own in .*don't stay apart"
@@ -362,10 +361,7 @@ CASES = {
     "long rotary embeddings": Case(of(Unshown, rope_parameters=rope("longrope"))),
     "dynamic rotary embeddings": Case(of(Unshown, rope_parameters=rope("dynamic"))),
     # outputs beside the logits
-    **{f"an output: {name}": Case(of(with_value(value))) for name, value in VALUES.items()},
-    **{
-        f"an output: {name}": Case(of(with_value(value)), "don't stay apart: .*value") for name, value in MIXED.items()
-    },
+    **{f"an output: {name}": Case(of(with_value(value)), words) for name, (words, value) in VALUES.items()},
     "an encoder's states": Case(lambda: encoder_states(lambda x: 2 * x)),
     "an encoder's states, mixed": Case(
         lambda: encoder_states(lambda x: x + x.roll(1, dims=1)), "encoder_last_hidden_state"

@@ -131,8 +131,7 @@ def changed(change: Callable[[Any], Any], where: str = "lm_head") -> Any:
     return patch
 
 
-def without(model: nn.Module) -> Any:
-    return contextlib.nullcontext()
+without = contextlib.nullcontext  # a patch that does nothing
 
 
 def raising(error: Exception, rows: int = 1) -> Callable[[Tensor], Tensor]:

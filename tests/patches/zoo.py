@@ -105,10 +105,6 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     return config_class(**_values(config_class, row))
 
 
-# Vision towers that need a package of its own.
-TIMM = ("gemma3n_vision", "timm_wrapper")
-
-
 @contextlib.contextmanager
 def without_towers() -> Iterator[None]:
     """Leave out vision towers of timm and detectron2: text never enters them, or their models are refused."""
@@ -117,7 +113,8 @@ def without_towers() -> Iterator[None]:
         build = auto.from_config
 
         def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-            return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
+            left_out = config.model_type in ("gemma3n_vision", "timm_wrapper")
+            return nn.Identity() if left_out else build(config, **kwargs)
 
         return mock.patch.object(auto, "from_config", from_config)
 
@@ -134,15 +131,10 @@ def tiny_model(
     name: str, *, kind: str | None = None, dtype: torch.dtype = torch.float32, attention: str | None = None,
     seed: int = 0, **overrides: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """A random model in evaluation mode.
+    """A random model in evaluation mode, of a model type or a key of `VARIANTS`.
 
-    Args:
-        name: A model type or a key of `VARIANTS`.
-        kind: The name of the class; the causal language model by default.
-        dtype: The types in `FLOAT32_ONLY` compute in float32 alone and fail in any other.
-        attention: Its `attn_implementation`; transformers' own choice if None.
-        seed: Of the weights.
-        overrides: Replace keys of the configuration.
+    `kind` is the name of its class, by default of the causal language model, `attention` its `attn_implementation`. The
+    types in `FLOAT32_ONLY` fail in any other dtype. `overrides` replace keys of the configuration.
     """
     if name in UNBUILT:
         raise ValueError(UNBUILT[name])
@@ -170,9 +162,9 @@ def build(spec: str, **options: Any) -> PreTrainedModel:
     return tiny_model(name, **{"kind": kind or None, "dtype": dtype, **options})
 
 
-def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+def documents(lengths: tuple[int, ...] = (7, 1, 3, 11)) -> list[Tensor]:
     """Random token ids `[1, n]` for every length."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
 
 

@@ -344,7 +344,7 @@ def message(error: BaseException) -> str:
 def means(handle: Any) -> str:
     """Describe a handle's report; empty for a model without a handle."""
     report = getattr(handle, "report", None)
-    if report is None:
-        return ""
-    told = {"dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions}
+    told = {} if report is None else {
+        "dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions,
+    }  # fmt: skip
     return ", ".join(word for word, is_told in told.items() if is_told)
