@@ -11,11 +11,10 @@ from torch import Tensor
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, relative, require_exact, told
-from tests.patches.comparison import apart, tolerance
 from tests.patches.models import FAMILIES, NAMES_OF_CACHE, tiny_model
 from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject, difference
-from tests.patches.zoo import PAIRS
+from tests.patches.zoo import PAIRS, apart, tolerance
 
 LONG = (90, 30, 80)  # rows longer than the tables of 128 places
 # a model, the lengths of its documents, forms

@@ -88,18 +88,6 @@ def test_which_losses_shift() -> None:
     assert {spec for spec in kinds if shifts_labels(zoo.build(spec), {})} == shifting
 
 
-@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
-def test_a_mask_that_numbers_documents_from_0_is_refused(attention: Any) -> None:
-    """Document 0 would be padding."""
-    words = r"label 6 in row 0 is predicted at token 0.* pass attention_mask \+ 1"
-    with patch(model := zoo.tiny_model("llama"), attention=attention):
-        for _ in range(2):
-            with pytest.raises(ValueError, match=words):
-                model(input_ids=IDS, labels=MASKED, attention_mask=NUMBERS)
-        assert model(input_ids=IDS, labels=MASKED, attention_mask=NUMBERS + 1).loss.isfinite()
-        assert model(input_ids=IDS, attention_mask=NUMBERS).logits.isfinite().all()
-
-
 # Heads of users, which pass on nothing, or positions that contradict those that are given; and scores of rows
 
 
