@@ -66,7 +66,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "flash_attn_func": (
-        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints array"},
+        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints"},
     ),
     "unpad_input": (
         flash_attn.bert_padding.unpad_input,
@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "pack": (tritonpack.pack, {"lengths": LENGTHS, "capacity": 8}, {"lengths": "ints array", "max_items": "none np3"}),
     "plan_epoch": (
         packing.plan_epoch, {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
-        {"seed": "zero huge np3", "objective": "", "shuffle": "true", "order": "none array ints range"},
+        {"seed": "zero huge np3", "objective": "", "shuffle": "true"},
     ),
     "pack_stream": (
         loaded(tritonpack.pack_stream), {"documents": DOCUMENTS, "capacity": 8},

@@ -37,7 +37,7 @@ print(json.dumps(names))
 USES = {
     "dataloader": 'len(tritonpack.dataloader([{"input_ids": [*range(1 + i % 50)]} for i in range(200)], tokens=256))',
     "pack": "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
-    "for name in ('best_fit_decreasing', 'best_fit', 'next_fit', 'windowed')]",
+    "for name in ('best_fit_decreasing', 'best_fit', 'next_fit')]",
 }
 LINE = "tritonpack: compiling functions for packing once per machine, at their first use"
 

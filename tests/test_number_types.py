@@ -141,7 +141,7 @@ def test_arguments_of_a_call(name: str) -> None:
 @pytest.mark.fast("attention_mask")
 @pytest.mark.parametrize("name", ["attention_mask", "seq_idx", "decoder_position_ids", "decoder_attention_mask"])
 def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
-    model = zoo.tiny_pair_model("bart", dtype=torch.float32, max_position_embeddings=512)
+    model = zoo.build("bart+", dtype=torch.float32, max_position_embeddings=512)
     told = {"seq_idx" if name.startswith("decoder_") else "decoder_seq_idx": NUMBERS}
 
     def call(numbers: Tensor) -> Tensor:

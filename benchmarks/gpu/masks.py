@@ -35,7 +35,7 @@ WRITTEN = ("bool", "additive bfloat16", "block mask")
 
 
 def cases(device: torch.device, tokens: int, dense_tokens: int) -> list[Case]:
-    """What is measured. Masks of `dense_tokens` have a memory that is quadratic in tokens."""
+    """Yield the measured cases. Masks of `dense_tokens` have a memory that is quadratic in tokens."""
     building = cache(partial(builders, tokens, device))
     writing = cache(partial(writers, dense_tokens, device))
 

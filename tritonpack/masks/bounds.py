@@ -58,10 +58,12 @@ class Bounds:
                 object.__setattr__(self, name, x)
             if not compiling:
                 versions.append((name, x, x._version))
-        own: dict[str, Any] = {"_computed": {}, "_versions": versions, "_captured": self._is_captured()}
+        plain = type(self.key_start) is Tensor  # is_capturing fails for fake tensors on a machine without a GPU
+        captured = plain and is_capturing(self.key_start.device)
+        own: dict[str, Any] = {"_computed": {}, "_versions": versions, "_captured": captured}
         for name, value in (own | {"is_tree": self.query_stop is not None, "origin": None}).items():
             object.__setattr__(self, name, value)
-        if trusted or compiling or type(self.key_start) is not Tensor:
+        if trusted or compiling or not plain:
             return
         if not kernels.serve(self.key_start):
             self._check_values()
@@ -74,9 +76,6 @@ class Bounds:
 
             bounds = self.key_start, self.key_stop, self.num_keys
             self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
-
-    def _is_captured(self) -> bool:
-        return type(self.key_start) is Tensor and is_capturing(self.key_start.device)
 
     def _check_fields(self) -> None:
         """Raise ValueError unless all fields have the right types and shapes."""
@@ -137,7 +136,8 @@ class Bounds:
         if key in self._computed:
             return self._computed[key]
         value = outside_inference_mode(build)
-        if self._is_captured() == self._captured:
+        first = self.key_start
+        if (type(first) is Tensor and is_capturing(first.device)) == self._captured:
             self._computed[key] = value
         return value
 
@@ -145,12 +145,12 @@ class Bounds:
         """Raise ValueError if tensors of the mask or of its transpose were overwritten, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        written = [name for name, x, version in self._versions if x._version != version]
-        if written:
-            raise ValueError(
-                f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
-                "made. Its transpose, tile tables and documents belong to the old values. Make a new mask."
-            )
+        for name, x, version in self._versions:
+            if x._version != version:
+                raise ValueError(
+                    f"a mask's tensors must not be overwritten, but {name} of this one changed after it was made. Its "
+                    "transpose, tile tables and documents belong to the old values. Make a new mask."
+                )
         if (transposed := self._computed.get("transpose")) is not None:
             transposed.check_unwritten()
 
@@ -164,20 +164,21 @@ class Bounds:
         return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
+        rows = self.key_start.shape[0]
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
-        if start is None and kernels.serve(self.key_start):
+        if start is None and self.key_start.is_cuda and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
             start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
         elif start is None:
-            keys = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+            keys = torch.arange(self.num_keys, device=self.key_stop.device, dtype=torch.int32)
             start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
             stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)
         source = self._computed.get("document", self.document_source)  # a function of `self` would be a cycle
         if source is not None:
-            source = partial(_document_of_keys, source, start) if self.num_queries else None
+            source = partial(_document_of_keys, source, start) if rows else None
         of_keys: dict[str, Any] = {"query_start": self.key_start, "query_stop": self.key_stop} if self.is_tree else {}
-        return type(self)(start, stop, self.num_queries, None, source, self.max_documents, **of_keys, trusted=True)
+        return type(self)(start, stop, rows, None, source, self.max_documents, **of_keys, trusted=True)
 
     def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> Self:
         """The mask between some of the queries and some of the keys, such as one rank's shard.

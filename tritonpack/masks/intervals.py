@@ -93,7 +93,7 @@ def from_rows(ids: Tensor, rule: Literal["segments", "padding"], reach: Reach) -
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     """The intervals of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
     live = torch.ones_like(starts) if live is None else live
-    if kernels.serve(starts):
+    if starts.is_cuda and kernels.serve(starts):
         return _by_kernel((starts.to(torch.uint8) + 2 * live).view(1, -1), "codes", reach)
     starts, live = starts.reshape(-1), live.reshape(-1)
     rows = torch.arange(starts.shape[0], device=starts.device)

@@ -22,40 +22,33 @@ UNWEIGHTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
 
 
 def make(folder: Path, name: str, rows: int, **options: Any) -> Trainer:
-    given = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0)
-    return Trainer(build(name), TrainingArguments(**given), train_dataset=examples(name), **options)
+    given, model = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0), build(name)
+    assert not model.accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
+    model.accepts_loss_kwargs = options.pop("accepts", True)
+    return Trainer(model, TrainingArguments(**given), train_dataset=examples(name), **options)
 
 
 @pytest.mark.slow
 def test_page_names_the_classes_that_trainer_averages() -> None:
-    held_back = {
-        name for name in KINDS if not getattr(type(build(name)), "accepts_loss_kwargs", True) and name in FAMILIES
-    }
-    assert held_back == set(UNWEIGHTED)
+    models = {name: type(build(name)) for name in FAMILIES.keys() & KINDS.keys()}
+    held_back = {name for name, model in models.items() if not getattr(model, "accepts_loss_kwargs", True)}
     page = (DOCS / "vision.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"`accepts_loss_kwargs = False` \(([^)]*)\)", page.replace("\n", " "))
-    assert set(re.findall(r"`(\w+)`", line)) == held_back
+    assert set(re.findall(r"`(\w+)`", line)) == held_back == set(UNWEIGHTED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNWEIGHTED)
 def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
     whole, parts = make(tmp_path, name, 1), make(tmp_path, name, 100)
-    assert not parts.model_accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
     longest = max(len(example["input_ids"]) for example in examples(name))
-    tritonpack.setup(whole, 4096, collate_fn=tritonpack.VisionPackingCollator(whole.model))
-    tritonpack.setup(parts, longest, collate_fn=tritonpack.VisionPackingCollator(parts.model))
+    for trainer, tokens in ((whole, 4096), (parts, longest)):
+        tritonpack.setup(trainer, tokens, collate_fn=tritonpack.VisionPackingCollator(trainer.model))
     assert len(parts.get_train_dataloader()) > 1 == len(whole.get_train_dataloader())
     assert distance(trained(parts), trained(whole)) <= EXACT
 
 
-def test_undo_restores_what_trainer_passes_to_the_model(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "qwen2_5_vl", 4)
-    collate = tritonpack.VisionPackingCollator(trainer.model)
-    assert trainer.model_accepts_loss_kwargs is False
-    with pytest.raises(ValueError, match="longer than the row size of 4"):
-        tritonpack.setup(trainer, 4, collate_fn=collate)
-    assert trainer.model_accepts_loss_kwargs is False
-    with tritonpack.setup(trainer, 256, collate_fn=collate):
-        assert trainer.model_accepts_loss_kwargs is True
-    assert trainer.model_accepts_loss_kwargs is False
+def test_accumulation_without_counts_of_targets_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "qwen2_5_vl", 4, accepts=False)
+    with pytest.raises(ValueError, match=r"set model\.accepts_loss_kwargs = True before the trainer is made"):
+        tritonpack.setup(trainer, 256, collate_fn=tritonpack.VisionPackingCollator(trainer.model))
