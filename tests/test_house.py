@@ -284,15 +284,6 @@ def test_nothing_is_installed_by_the_name_tritonpack() -> None:
     assert [path for path in (*MODULES, *PAGES) if by_name.search(read(path))] == []
 
 
-def test_demo_installs_what_the_package_needs_but_triton() -> None:
-    """The Makefile names the packages, because pip can't leave out one of them."""
-    needed = pytest.importorskip("tomllib").loads(read(ROOT / "pyproject.toml"))["project"]
-    (line,) = re.findall(r'\$\(PIP\) (".*matplotlib)$', read(ROOT / "Makefile"), re.M)
-    torch, triton, *others = needed["dependencies"]
-    assert (torch[:5], triton[:6]) == ("torch", "triton")
-    assert line.replace('"', "").split() == [*others, "matplotlib"]
-
-
 @pytest.mark.slow
 def test_installs_without_a_network(tmp_path: Path) -> None:
     """The line of docs/installation.md, in a copy, because it writes into the folder."""

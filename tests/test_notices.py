@@ -3,7 +3,6 @@
 import pickle
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,17 +68,6 @@ def test_one_of_many_threads_warns(heard: list[warnings.WarningMessage]) -> None
     for thread in threads:
         thread.join()
     assert len(heard) == 1
-
-
-def test_patched_models_are_weak_references() -> None:
-    from torch import nn
-
-    model = nn.Linear(1, 1)
-    notices.patched_models.add(model)
-    assert model in notices.patched_models
-    gone = weakref.ref(model)
-    del model
-    assert gone() is None
 
 
 def what_a_worker_knows(_: object) -> tuple[int, bool]:

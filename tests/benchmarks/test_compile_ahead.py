@@ -51,12 +51,6 @@ def test_nothing_runs_in_a_second_call_either() -> None:
             assert launches.kernels == []
 
 
-@pytest.mark.parametrize(("arch", "hopper"), [("sm_90", True), ("sm_80", False), ("sm_100", False), ("", False)])
-def test_only_hopper_compiles_its_kernels(arch: str, hopper: bool) -> None:
-    every = [call.name for call in calls_for("sm_90")]
-    assert [call.name for call in calls_for(arch)] == [n for n in every if hopper or not n.startswith("gluon-")]
-
-
 def test_shapes_that_are_measured_have_calls() -> None:
     """So that no time of the device goes into compiling them one after the other."""
     names = {call.name for call in calls_for("sm_90")}

@@ -9,7 +9,6 @@ pytest.importorskip("matplotlib")
 from benchmarks import plot
 from benchmarks.harness.batch import Shape
 from benchmarks.harness.ledger import Ledger, joined, read
-from benchmarks.harness.peers import PEERS
 from benchmarks.harness.verify import OPS
 
 MODEL = Shape("flan", 32768)
@@ -63,13 +62,6 @@ def test_units() -> None:
     assert plot.heights(without | {"p50_ms": "4"}, "ms") == (4, 4, 4)
 
 
-def test_later_measurement_counts(tmp_path: Path) -> None:
-    path = invented(tmp_path / "attention.csv", (MODEL,), commit="old")
-    invented(path, (MODEL,), commit="new")
-    (rows,) = plot.pictures(read(path)).values()
-    assert ({row["commit"] for row in rows}, len(rows)) == ({"new"}, 3 * len(OPS))
-
-
 def test_committed_ledgers_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot.main(["benchmarks/results/training.csv", "--out", str(tmp_path)])
     assert len(capsys.readouterr().out.split()) == len([*tmp_path.glob("training-*.png")]) > 1
@@ -79,8 +71,3 @@ def test_file_without_figures(tmp_path: Path) -> None:
     Ledger(tmp_path / "a.csv", {}).write({"benchmark": "b", "status": "ValueError: no"})
     with pytest.raises(SystemExit, match="no figure to draw"):
         plot.main([str(tmp_path / "a.csv")])
-
-
-def test_each_peer_has_its_own_colour() -> None:
-    assert set(plot.COLOURS) == {peer.name for peer in PEERS}
-    assert len(set(plot.COLOURS.values())) == len(PEERS)

@@ -71,20 +71,6 @@ def test_adapters_learn_from_separate_documents(family: str, first: str) -> None
         assert difference(gradients(head.lm_head(hidden), model), expected) < EXACT, form
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
-    model = with_lora(tiny_model("mistral")).train()
-    expected = alone(model)
-    tritonpack.patch(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    logits = model(input_ids=torch.cat(documents(), 1), **told(), use_cache=False).logits
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    (logits * weights).sum().backward()  # reentrant checkpoints know no torch.autograd.grad
-    got = [logits.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
-    assert difference(got, expected) < EXACT
-
-
 @pytest.mark.parametrize("first", ["patch", "peft"])
 def test_merging(first: str, tmp_path: Any) -> None:
     """The merged model is still patched, gives what adapters and base gave together, and can be unpatched and saved."""

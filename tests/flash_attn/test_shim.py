@@ -60,7 +60,6 @@ def test_packages_find_it() -> None:
 def test_uninstall() -> None:
     modules, finders, path = state()
     handle, other = flash_attn.install(), object()
-    assert "active" in repr(handle)
     for force in (False, True):
         with pytest.raises(RuntimeError, match="installed already; call uninstall"):
             flash_attn.install(force=force)
@@ -70,7 +69,6 @@ def test_uninstall() -> None:
         handle.uninstall()
         assert state() == (modules, [*finders, other], path)
     sys.meta_path.remove(other)  # type: ignore[arg-type]
-    assert "uninstalled" in repr(handle)
     assert importlib.util.find_spec(NAME) is None
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version(NAME)
@@ -80,7 +78,7 @@ def test_imported() -> None:
     real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
     sys.modules.update({NAME: real, f"{NAME}.layers": part})
     before = state()
-    with pytest.raises(RuntimeError, match=r"imported already.*force=True"):
+    with pytest.raises(RuntimeError, match=r"installed or imported; .*force=True"):
         flash_attn.install()
     assert state() == before
     with flash_attn.install(force=True):
@@ -96,7 +94,7 @@ def test_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="the real flash-attn is installed"):
+    with pytest.raises(RuntimeError, match="the real flash-attn is installed or"):
         flash_attn.install()
     with flash_attn.install(force=True):
         assert importlib.import_module(NAME).__version__ == VERSION

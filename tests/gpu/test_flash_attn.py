@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.gpu.graphs import capture
 from tests.gpu.programs import goes_on
-from tritonpack.flash_attn import fa2, masks
+from tritonpack.flash_attn import fa2, fa3, masks
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_no_call_waits() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
-            fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, seqused_k=used).sum().backward()
+            fa3.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, seqused_k=used).sum().backward()
             fa2.flash_attn_func(q[None], k[None], v[None], causal=True).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -210,7 +210,6 @@ def test_print():
         (make(long, overlong="drop"), "left out: 1 document longer than the capacity dropped: 300 tokens lost"),
         (make(PAIRS, documents=of_pair), " of 60 units of 120 documents, "),
         (make(PAIRS, documents=of_pair), " tokens (lengths from the documents of each example)\n"),
-        (make(order=np.arange(120)[::-1]), "left out: no document of the order\n"),
     ):
         assert words in str(loader)
 
@@ -223,7 +222,6 @@ def test_a_table_is_measured_without_loading_examples(monkeypatch):
     assert [key for key in loads if isinstance(key, (int, list))] == [[0]], "the first one, for its columns"
 
 
-ORDER = np.array([5, 37, *range(5), *range(6, 37), *range(38, 120)])  # document 37 isn't the first of its row
 OF_37 = int(LENGTHS[37])
 
 
@@ -237,7 +235,7 @@ def test_refused_in_loading(column, message):
     assert batch["bbox"].shape == (1, batch["input_ids"].shape[1], 2)
     wrong = [*documents[:37], documents[37] | column, *documents[38:]]
     with pytest.raises(ValueError, match=message):
-        list(make(wrong, tokens=4096, order=ORDER, per_token=("bbox",)))
+        list(make(wrong, tokens=4096, shuffle=False, per_token=("bbox",)))
     unit = [[one, wrong[37]] for one in documents]
     with pytest.raises(ValueError, match=message.replace("document 37", r"document 1 of example \d+")):
         list(make(unit, tokens=4096, per_token=("bbox",)))

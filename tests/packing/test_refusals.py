@@ -128,7 +128,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"labels": "linear"}, "labels must be one of 'causal', 'tokens'"),
         ({"overlong": "none"}, "overlong must be 'error' or 'drop'; got 'none'"),
         ({"overlong": "split"}, "got 'split'.*pass max_document_length, .* pack_dataset"),
-        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: the document is"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: no document fits"),
         ({"drop_columns": ("input_ids",)}, "drop_columns can't name 'input_ids'"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
         ({"dataset": []}, "the dataset has no document to pack"),

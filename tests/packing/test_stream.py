@@ -1,4 +1,4 @@
-"""pack_stream: the bins of `pack`, over ranks and workers; exact resume anywhere; epochs."""
+"""pack_stream: the bins of windows, over ranks and workers; exact resume anywhere; epochs."""
 
 import json
 import pickle
@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.packing import naive
 from tests.packing.test_passes import Shuffled
 from tests.packing.tries import REPEATABLE
-from tritonpack import PackingCollator, PackingWarning, notices, pack, pack_stream
+from tritonpack import PackingCollator, PackingWarning, notices, pack_stream
+from tritonpack.packing import fit_lengths
 
 LENGTHS = np.random.default_rng(3).integers(1, 90, 300).tolist()
 DOCUMENTS = [{"input_ids": [number + 1] * length} for number, length in enumerate(LENGTHS)]
@@ -77,14 +79,15 @@ def test_bins_are_those_of_pack(overlong, max_items):
             read += 1
             yield list(range(length))
 
-    packing = pack(lengths, 500, algorithm="windowed", overlong=overlong, max_items=max_items)
+    fitted = fit_lengths(lengths, 500, overlong)
+    bins = naive.windowed(fitted.lengths.tolist(), 500, max_items or 6000)
     stream, held = pack_stream(rows, 500, overlong=overlong, max_items=max_items), 0
     for number, packed in enumerate(stream):
-        assert packed == [list(range(start, stop)) for _, start, stop in packing.spans(number)]
+        assert packed == [list(range(fitted.lengths[item])) for item in bins[number]]
         held += len(packed)
         assert overlong != "truncate" or read <= held + 4 * 1024
-    assert (stream.num_bins, stream.num_tokens) == (packing.num_bins, packing.num_tokens)
-    assert (stream.efficiency, stream.report) == (packing.efficiency, packing.report)
+    assert (stream.num_bins, stream.num_tokens, stream.report) == (len(bins), fitted.lengths.sum(), fitted.report)
+    assert stream.efficiency == fitted.lengths.sum() / (500 * len(bins))
 
 
 def test_pieces_have_all_columns_and_whole_documents_are_not_copied():

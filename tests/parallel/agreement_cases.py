@@ -141,13 +141,13 @@ def peft_model():
     return get_peft_model(make_model(), weights)
 
 
-def loss_by_total(grad_reduce="mean", shape=None, exchange="auto"):
+def loss_by_total(shape=None, exchange="auto"):
     """Each rank computes the terms of its own tokens, and `total` sums them."""
     model, batch = make_model(), packed()
     labels = batch.pop("labels")
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     group = mesh_of(*shape) if shape else None
-    with SequenceParallel(model, group, exchange=exchange, layout="stripe", grad_reduce=grad_reduce) as context:
+    with SequenceParallel(model, group, exchange=exchange, layout="stripe") as context:
         logits = model(**batch).logits
         assert logits.shape[1] < 1.5 * labels.shape[1] / dist.get_world_size()
         mine = context.shard(targets, fill=-100)
@@ -155,7 +155,7 @@ def loss_by_total(grad_reduce="mean", shape=None, exchange="auto"):
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
         close(context.gather(mine), targets, "gathered")
-    result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
+    result = Result(loss.detach()[None], mean_over(None, gradients_of(model)))
     same(result, alone(make_model(), loss_of, packed()))
 
 
@@ -267,7 +267,6 @@ for exchange in (*EXCHANGES, *((keys, "ulysses") for keys in KEYS)):
     if isinstance(exchange, str):
         CASES[f"documents stay apart, {name}"] = partial(documents_stay_apart, exchange, "zigzag")
 CASES |= {
-    "summed gradients": partial(agrees, grad_reduce="sum"),
     "accumulated gradients": lambda: agrees("llama", *accumulated()),
     "other ignore_index": lambda: agrees("llama", other_ignored("two_rows")),
     "other ignore_index, padded layout": lambda: agrees("llama", other_ignored("three_tokens")),
@@ -275,11 +274,10 @@ CASES |= {
     "checkpointed": partial(agrees, prepare=checkpoints),
     "checkpointed, reentrant": partial(agrees, prepare=partial(checkpoints, reentrant=True)),
     "checkpointed, ulysses": partial(agrees, prepare=checkpoints, exchange="ulysses"),
-    "own loss, averaged": partial(agrees, compute=preference, gather_outputs=True),
-    "own loss, summed": partial(agrees, "llama", "two_rows", compute=preference, gather_outputs=True,
-                                grad_reduce="sum", exchange="ring", layout="stripe"),
-    "loss by total, averaged": loss_by_total,
-    "loss by total, summed": partial(loss_by_total, "sum"),
+    "own loss": partial(agrees, compute=preference, gather_outputs=True),
+    "own loss, two rows": partial(agrees, "llama", "two_rows", compute=preference, gather_outputs=True, exchange="ring",
+                                  layout="stripe"),
+    "loss by total": loss_by_total,
     "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
                           layout="zigzag"),
     "base model under a head": partial(agrees, compute=hidden_states, gather_outputs=True, layout="zigzag"),
@@ -289,8 +287,8 @@ CASES |= {
     "specs of layers": specs_of_layers,
     "in groups of two": partial(in_groups_of_two, None, "ring"),
     "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
-    "mesh, summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
-    "mesh, loss by total": partial(loss_by_total, "mean", (2, 2), PAIR),
+    "mesh, pair in a list": partial(agrees, exchange=list(PAIR)),
+    "mesh, loss by total": partial(loss_by_total, (2, 2), PAIR),
     "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
     "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
 }  # fmt: skip
@@ -305,7 +303,6 @@ for name in ("qwen3_next", "mamba2", "minimax"):
         CASES[f"recurrent, {name}, {exchange} {layout}"] = partial(in_layers, name, exchange=exchange, layout=layout)
 for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv"):
     CASES[f"recurrent, {name}, checkpoints"] = partial(in_layers, name, prepare=checkpoints)
-    CASES[f"recurrent, {name}, summed gradients"] = partial(in_layers, name, grad_reduce="sum")
 CASES |= {f"mesh, {name}": partial(in_layers, name, exchange=PAIR) for name in ("qwen3_next", "mamba2")}
 CASES["recurrent, a long document"] = refuses_a_long_document
 CASES |= {f"experts, {name}": partial(with_routers, name) for name in EXPERTS}
@@ -313,7 +310,6 @@ CASES |= {
     f"experts, mixtral, {one}": partial(with_routers, "mixtral", one) for one in ("two_rows", "padded", "three_tokens")
 }
 CASES |= {
-    "experts, mixtral, summed": partial(with_routers, "mixtral", grad_reduce="sum"),
     "experts, without labels": partial(agrees, "mixtral", "padded", compute=router_loss_alone, gather_outputs=True),
     "experts, another loss": refuses_another_router_loss,
 }
@@ -325,7 +321,7 @@ ALSO_ON_FOUR = [
     *("ring, two_rows", "ring, three_tokens", "ulysses, padded", "ulysses, three_tokens"),
     *("ring, mistral", "all_gather, gemma2", "ulysses, gpt_oss"),
     *("accumulated gradients", "checkpointed", "targets on one rank"),
-    *("own loss, averaged", "own loss, summed", "loss by total, averaged"),
+    *("own loss", "own loss, two rows", "loss by total"),
     *("outputs of two rows", "documents stay apart, ring", "in groups of two"),
 ]
 ON_THREE = [name for name in CASES if any(what in name for what in ("long", "few tokens", "checkpoints", ", ring "))]

@@ -87,8 +87,8 @@ def refuses_on_every_rank():
     odd, x = rank == size - 1, torch.zeros(2, 3)
     gather = AllGatherWithGrad.apply
     for message, *given in (
-        (r"their size along dim alone.*\(2, 3, 5\) along dim=1, float32", torch.zeros(2, 3, 4 + odd)),
-        (r"rank 0: \(2, 3\) along dim=1, float32", torch.zeros((2, 3) + (4,) * odd)),
+        (r"their size along dim alone.*\(2, 3, 5\) along dim=1, torch.float32", torch.zeros(2, 3, 4 + odd)),
+        (r"rank 0: \(2, 3\) along dim=1, torch.float32", torch.zeros((2, 3) + (4,) * odd)),
         ("int64", x.long() if odd else x),
         ("with the dimension dim.*dim=2", x, None, 2 if odd else 1),
         ("with the dimension dim.*dim=-3", x, None, -3 if odd else 1),

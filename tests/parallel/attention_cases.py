@@ -120,7 +120,6 @@ def options_are_refused(exchange):
     for message, wrong in (
         ("dropout_p must be 0.0 in sequence parallelism; got 0.1", {"dropout_p": 0.1}),
         ("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}),
-        ("stands for exchange='ring' with layout='stripe'", {"exchange": "batch_stripe"}),
         (
             f"layout is for {size + 1} ranks, and the group has {size}",
             {"layout": make_layout("stripe", batch.mask, size + 1)},
@@ -131,7 +130,7 @@ def options_are_refused(exchange):
         (r"owns [12]\d of the layout's", {"q": torch.cat([q, q])}),
         ("same numbers of tokens and heads", {"v": v[1:]}),
         ("softcap must be", {"softcap": -1.0}),
-        ("is for a mesh of two dimensions, and the group has one", {"exchange": ("ring", "ulysses")}),
+        ("needs one exchange; got .* for one dimension", {"exchange": ("ring", "ulysses")}),
         *(
             (f"gives every rank a query head, and there are 1 for {size}", one_head)
             for _ in range(exchange == "ulysses")
@@ -149,7 +148,7 @@ def options_are_refused(exchange):
 def refuses_pairs():
     for message, exchange in (
         ("gives every rank a query head, and there are 1 for 2 ranks", ("group_cast", "ulysses")),
-        ("needs an exchange for each, such as exchange=.*; got 'ring'", "ring"),
+        ("needs a pair of exchanges, .*'ring' for two dimensions", "ring"),
     ):
         batch = Batch(heads=1, kv_heads=1)
         with pytest.raises(ValueError, match=message):

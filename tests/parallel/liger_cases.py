@@ -138,7 +138,6 @@ CASES = {
     "rows with padding": partial(fused, two_rows()),
     "fewer tokens than ranks have": partial(fused, three_tokens()),
     "a rank without targets": partial(fused, first_targets(), layout="contiguous"),
-    "gradients are summed": partial(fused, make_batch(0), grad_reduce="sum"),
     "num_items_in_batch": partial(fused, *COUNTED),
     "patch first": partial(fused, make_batch(0), prepare=patched_first),
     "Liger in the class": in_the_class,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.lengths import distributions, fill, packs
+from tests.masks.random_masks import distances
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
@@ -167,7 +168,7 @@ def test_remote_keys_are_those_that_rows_see(name, make):
             assert part.sent.tolist() == sent.tolist()
             assert part.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
             assert torch.equal(part.mask.to_dense(), dense[rows][:, keys])
-            assert torch.equal(part.mask.distances(), mask.distances()[rows][:, keys])
+            assert torch.equal(distances(part.mask), distances(mask)[rows][:, keys])
             assert keys.tolist() == sorted(keys.tolist())
         every = GatheredKeys.of(mask, layout, rank)
         if every is not None:

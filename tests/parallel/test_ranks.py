@@ -43,7 +43,7 @@ def each_case(size, *modules):
     "agreement: group_cast, gpt_oss",
     "agreement: ring, zigzag",
     "agreement: ulysses, contiguous",
-    "agreement: loss by total, summed",
+    "agreement: loss by total",
     "agreement: documents stay apart, group_cast",
     "lifecycle: a model in two contexts",
     "refusal: calls that differ are named",

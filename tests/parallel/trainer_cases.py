@@ -144,7 +144,7 @@ def loader_for_a_group() -> None:
         dataloader(documents, 16, group=mesh["sp"], num_replicas=1, rank=0)
     with pytest.raises(ValueError, match=r"must be a process group or a DeviceMesh, such as mesh\['sp'\]; got 2"):
         dataloader(documents, 16, group=2)
-    with pytest.raises(ValueError, match="don't let it prepare this loader"):
+    with pytest.raises(ValueError, match="don't let it prepare this DataLoader"):
         _ = loader.batch_sampler.batch_size
     if dist.get_rank() == 1:
         documents = documents[1:]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.measuring import apart
 
-__all__ = ["Parts", "apart", "gradients_of", "tolerance"]
-
-Parts = Sequence[Tensor]  # one output's values, document by document
+__all__ = ["apart", "gradients_of", "tolerance"]
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The limit for small models in float32 or float64.
-
-    transformers computes norms and rotary angles in float32 in both.
-    """
+    """The limit for small models; transformers computes norms and rotary angles in float32 also in float64."""
     return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
 
 

@@ -16,23 +16,18 @@ def blocks(ids: Tensor) -> Tensor:
     return torch.where(ids >= FIRST_IMAGE, ids, -1)
 
 
-def causal(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
-    return masking_utils.create_causal_mask(config, hidden, told["attention_mask"], None, told["position_ids"], **more)
+def made_by(name: str) -> Callable[..., Any]:
+    """One of transformers' functions that make masks, called as models call it."""
+    make = getattr(masking_utils, f"create_{name}_mask")
+
+    def mask(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
+        given = () if name == "bidirectional" else (None, told["position_ids"])
+        return make(config, hidden, told["attention_mask"], *given, **more)
+
+    return mask
 
 
-def window(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
-    make = masking_utils.create_sliding_window_causal_mask
-    return make(config, hidden, told["attention_mask"], None, told["position_ids"], **more)
-
-
-def chunks(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
-    make = masking_utils.create_chunked_causal_mask
-    return make(config, hidden, told["attention_mask"], None, told["position_ids"], **more)
-
-
-def both_ways(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
-    return masking_utils.create_bidirectional_mask(config, hidden, told["attention_mask"], **more)
-
+causal, window, both_ways = made_by("causal"), made_by("sliding_window_causal"), made_by("bidirectional")
 
 # What makes a mask of ids, and whether transformers is allowed to skip it.
 MASKS: dict[str, Callable[..., Any]] = {
@@ -41,7 +36,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "both ways or none": lambda ids, *given: both_ways(*given),
     "window": lambda ids, *given: window(*given, allow_is_causal_skip=False),
     "window or none": lambda ids, *given: window(*given),
-    "chunks": lambda ids, *given: chunks(*given),
+    "chunks": lambda ids, *given: made_by("chunked_causal")(*given),
     "images": lambda ids, *given: causal(*given, block_sequence_ids=blocks(ids)),
     "images in a window": lambda ids, *given: window(*given, block_sequence_ids=blocks(ids)),
     "all": lambda ids, *given: causal(*given, or_mask_function=lambda *_: torch.tensor(True)),

@@ -15,20 +15,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OLDEST = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1] + ".0"  # type: ignore[index]
-BETWEEN = "5.17.0"  # its sdpa drops softcaps
-
-# Model types whose causal class is packed exactly. With the oldest version: windows, chunks, latent attention, mixtures
-# of experts, sinks, images, encoders, dense masks, absolute positions, recurrences and convolutions.
-PACKED = {
-    OLDEST: """
+# Model types whose causal class is packed exactly, and types that leak with this version, so they are refused. With the
+# oldest version: windows, chunks, latent attention, mixtures of experts, sinks, images, encoders, dense masks, absolute
+# positions, recurrences and convolutions. The sdpa of 5.17 drops softcaps.
+VERSIONS = {
+    OLDEST: ("""
         bert bloom cohere deepseek_v3 doge exaone4 falcon falcon_h1 gemma gemma2 gemma3 gpt2 gpt_neox gpt_oss
         granitemoe jamba lfm2 llama llama4_text mamba mamba2 minimax mistral mixtral modernbert-decoder olmo2 opt phi3
         qwen2 qwen3 qwen3_moe qwen3_next recurrent_gemma roberta smollm3 stablelm starcoder2 whisper xlnet
-    """,
-    BETWEEN: "doge falcon_h1 gemma2 gpt_oss llama mistral",
-}
-# Types that are packed with the newest transformers. With the oldest they leak, so they are refused.
-REFUSED = {OLDEST: "ctrl roformer", BETWEEN: ""}
+        """, "ctrl roformer"),
+    "5.17.0": ("doge falcon_h1 gemma2 gpt_oss llama mistral", ""),
+}  # fmt: skip
 
 
 def interpreter(version: str) -> str:
@@ -50,25 +47,15 @@ def interpreter(version: str) -> str:
     return str(program)
 
 
-def run(version: str, *arguments: str) -> str:
-    """Run the interpreter of a version, and return what it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [interpreter(version), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("version", PACKED)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_sweep_with_an_older_transformers(version: str, tmp_path: Path) -> None:
-    assert run(version, "-c", "import transformers; print(transformers.__version__)").strip() == version
-    refused = REFUSED[version].split()
-    types = [*PACKED[version].split(), *refused]
-    pattern = f"/({'|'.join(types)}) "
-    run(version, "-m", "tests.patches.sweep", "--only", "CAUSAL_LM", pattern, "--how", "patch", "--out", str(tmp_path))
-    found = [json.loads(line) for line in (tmp_path / f"{version}.jsonl").read_text().splitlines()]
-    verdicts = {row["key"].partition("/")[2]: (row["verdict"], row.get("reason", "")) for row in found}
-    assert verdicts.keys() == set(types)
-    others = {name: verdict for name, verdict in verdicts.items() if verdict[0] != "exact"}
-    assert {name: verdict for name, (verdict, _) in others.items()} == dict.fromkeys(refused, "refused")
+    exact, refused = map(str.split, VERSIONS[version])
+    pattern = f"/({'|'.join([*exact, *refused])}) "
+    sweep = ["-m", "tests.patches.sweep", "--only", "CAUSAL_LM", pattern, "--how", "patch", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([interpreter(version), *sweep], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, (tmp_path / f"{version}.jsonl").read_text().splitlines())  # named by the version that ran
+    verdicts = {row["key"].partition("/")[2]: row["verdict"] for row in rows}
+    assert verdicts == {**dict.fromkeys(exact, "exact"), **dict.fromkeys(refused, "refused")}

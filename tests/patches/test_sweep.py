@@ -1,9 +1,7 @@
 """Every class agrees with what the sweep has found of it; the sweep's judge, its results and their pages are right."""
 
 import contextlib
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches import table, zoo
-from tests.patches.sweep import forms, results, running
+from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, no_text
-from tests.patches.sweep.judging import Trial
+from tests.patches.sweep.judging import Trial, judge_case
 from tests.patches.sweep.results import OPTIONS, Row
-from tests.patches.sweep.running import judge_case, takes_options
 from tests.patches.sweep.subject import Subject
 from tritonpack.patches import compact
 from tritonpack.patches.measuring import quiet
@@ -28,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 CASES = {case.key: case for case in cases()}
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 BUILT = sorted(key for key in CASES if (row := STORED.get((key, "patch"))) and row.verdict not in results.NEVER)
-CAUSAL = [key for key in BUILT if takes_options(CASES[key])]
+CAUSAL = [key for key in BUILT if CASES[key].takes_options]
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
 
 # Every class
@@ -199,21 +196,6 @@ def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert "ran on 57 of 88 tokens, and 33 would do" in row.reason
 
 
-@pytest.mark.slow
-def test_a_crash_and_a_hang_cost_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    does: dict[str, Callable[[], Any]] = {"crash": lambda: os._exit(3), "hang": lambda: time.sleep(600)}
-
-    def judge(given: Case, **options: Any) -> list[Row]:
-        does.get(given.name, int)()
-        return [Row(given.key, "patch", "exact")]
-
-    monkeypatch.setattr(running, "judge_case", judge)
-    rows = running.run([Case(name, "a", ()) for name in ("first", *does, "last")], jobs=2, limit=2.0)
-    assert {row.key: row.reason for row in rows} == {
-        "first/a": "", "crash/a": "its process ended with 3", "hang/a": "it took more than 2 seconds", "last/a": "",
-    }  # fmt: skip
-
-
 def test_saved_rows_are_loaded_unchanged(tmp_path: Path) -> None:
     for i, verdicts in enumerate(
         (
@@ -246,15 +228,6 @@ def test_shown_classes(tmp_path: Path) -> None:
 
 # The models
 
-# What a feature is widened to; only those that a row made narrow are tried.
-WIDER = {
-    "sliding_window": 64, "sliding_window_size": 64, "attention_window_size": 64, "local_attention": 128,
-    "local_attention_window_len": 64, "window_size": 64, "keep_window_size": 64, "attention_chunk_size": 64,
-    "index_topk": 64, "index_topk_blocks": 64, "indexer_budget": 64, "rel_extent": 64, "floor_scale": 64,
-    "log_scaling_n_floor": 64, "attn_logit_softcapping": 64.0, "final_logit_softcapping": 64.0,
-    "logits_soft_cap": 64.0,
-}  # fmt: skip
-WITHOUT_WINDOW = {"moshi", "nemotron_h"}  # their configuration names a window that their masks don't have
 # Parameters whose part is over-looked most easily.
 SUBTLE = ("sink", "A_log", "dt_bias", "time_", "conv", "decay", "recurrent", "relative_attention_bias")
 
@@ -262,7 +235,7 @@ SUBTLE = ("sink", "A_log", "dt_bias", "time_", "conv", "decay", "recurrent", "re
 @pytest.mark.parametrize("name", [*zoo.EXACT, *zoo.VARIANTS])
 @pytest.mark.fast("bart", "gemma2", "gpt_oss", "llama4_text", "mistral", "qwen3_next", "gemma-bidirectional")
 def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> None:
-    """Tokens change later ones, every subtle parameter has gradients, and every small window or limit has an effect."""
+    """Tokens change later ones, and every subtle parameter has gradients."""
     model, (ids,) = zoo.tiny_model(name), zoo.documents((20,))
 
     def run(model: Any) -> Tensor:
@@ -274,12 +247,6 @@ def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> Non
     if parameters := [p for n, p in model.named_parameters() if any(part in n for part in SUBTLE)]:
         gradients = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
         assert all(g is None or g.any() for g in gradients)
-    expected = run(model).detach()
-    whole = type(model.config) is type(zoo.tiny_config(name))  # a part has a row of its own
-    fields = {key for key in WIDER if whole and hasattr(model.config, key)}
     with torch.no_grad():
-        for key in (key for key in fields if (getattr(model.config, key) or 64) < 64):
-            felt = (run(zoo.tiny_model(name, **{key: WIDER[key]})) - expected).abs().max() > 3e-3 * expected.abs().max()
-            assert felt != (key == "sliding_window" and name in WITHOUT_WINDOW), key
         ids[0, 0] = zoo.FIRST_TOKEN + (ids[0, 0] - zoo.FIRST_TOKEN + 17) % 58
-        assert (run(model) - expected)[3].abs().max() > 3e-3 * expected.abs().max()
+        assert (run(model) - logits)[3].abs().max() > 3e-3 * logits.abs().max()

@@ -160,15 +160,13 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
-def tiny_pair_model(name: str, **options: Any) -> PreTrainedModel:
-    """A random encoder with a decoder, in float64 unless `options` say otherwise."""
-    kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name]
-    return tiny_model(name, **{"kind": kind, "dtype": torch.float64, **options})
-
-
-def build(name: str) -> PreTrainedModel:
-    """A model in float64 where its code allows that."""
-    return tiny_model(name, dtype=torch.float32 if name in FLOAT32_ONLY else torch.float64)
+def build(spec: str, **options: Any) -> PreTrainedModel:
+    """A model in float64 where its code allows that: "llama" is a causal one, "BertModel/bert" one of that class, and
+    "bart+" an encoder with a decoder."""
+    kind, _, name = spec.removesuffix("+").rpartition("/")
+    kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name] if spec.endswith("+") else kind
+    dtype = torch.float32 if name in FLOAT32_ONLY else torch.float64
+    return tiny_model(name, **{"kind": kind or None, "dtype": dtype, **options})
 
 
 def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:

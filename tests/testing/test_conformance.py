@@ -27,13 +27,13 @@ def _one_standard_for_all_functions() -> Iterator[None]:
     def content(x: Any) -> Any:
         return (x.dtype, x.shape, x.detach().double().numpy().tobytes()) if isinstance(x, Tensor) else x
 
-    def standard(inputs: Inputs, scale: float | None, compute: Callable[..., Any] = tolerance._standard) -> Any:
+    def standard(inputs: Inputs, compute: Callable[..., Any] = tolerance._standard) -> Any:
         mask, options = inputs.mask, [x for item in sorted(inputs.keywords.items()) for x in item]
         tensors = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, inputs.sinks
         of_mask = mask.key_start, mask.key_stop, mask.num_keys, mask.diagonal, mask.document
-        key = tuple(map(content, (*tensors, *of_mask, *options, scale)))
+        key = tuple(map(content, (*tensors, *of_mask, *options)))
         if key not in known:
-            known[key] = compute(inputs, scale)
+            known[key] = compute(inputs)
         return known[key]
 
     with mock.patch.object(tolerance, "_standard", standard):
@@ -73,15 +73,13 @@ MANY = ("inputs/large-scores", "inputs/many-*", "inputs/slices")
 BROKEN = {
     "ignores_boundaries": matching(*FORWARD_AND_BACKWARD, "inputs/large-scores", "inputs/slices", "empty/*",
      "isolation/*", "lse/*", "dropout/*", but=("*/one-document", "*/window-self", "empty/all")),
-    "window_off_by_one": matching("*/window-*", "*/cross-window", "*/softcap-window",
-     but=("*/window-wide",)) | matching("*/sinks-window"),
-    "top_left": matching("*/cross", "*/cross-more-queries", "lse/empty-rows", but=("isolation/*",)),
+    "window_off_by_one": matching("*/window-*", "*/*-window", but=("*/window-wide",)),
+    "top_left": matching("*/cross", "*/cross-more-queries", "*/sinks-cross", "lse/empty-rows", but=("isolation/*",)),
     "scale_forgotten": matching("*/scale"),
     "garbage_in_slack": matching("slack/*"),
     "garbage_in_gradients_of_slack": matching("slack/*"),
-    "slack_leaks": matching("slack/inert"),
-    "head_order": matching("*/grouped", "*/group-of-three", "inputs/slices",
-     but=("isolation/*", "repeat/*")),
+    "slack_leaks": matching("slack/*"),
+    "head_order": matching("*/group-of-three", "inputs/slices"),
     "softcap_ignored": matching("*/softcap*"),
     "low_precision": matching(*FORWARD_AND_BACKWARD, *MANY, "empty/*", "lse/values", "lse/gradient", "dropout/*",
      "lse/empty-rows", but=("empty/all",)),
@@ -135,15 +133,15 @@ class TestWrongFunctions:
     @pytest.mark.parametrize(
         ("name", "check", "detail"),
         [
-            ("ignores_boundaries", "isolation/causal", r"a change to document 0 moves out of another by \d"),
-            ("garbage_in_slack", "slack/zeros", "out has values that aren't finite in rows past the last document"),
-            ("garbage_in_gradients_of_slack", "slack/zeros", "dk has values up to 1.0e-30 in rows past the last"),
-            ("slack_leaks", "slack/inert", "nan in slack rows moves dq of a document by inf"),
+            ("ignores_boundaries", "isolation/causal", r"a change to document 0 moves out of another document by \d"),
+            ("garbage_in_slack", "slack/causal", "out has values up to inf in rows past the last document, not zeros"),
+            ("garbage_in_gradients_of_slack", "slack/causal", "dk has values up to 1.0e-30 in rows past the last"),
+            ("slack_leaks", "slack/causal", "nan in slack rows moves dq of another document by inf"),
             ("noisy", "repeat/causal", r"5 runs on the same inputs differ: out by \d\.\de-\d+"),
             ("drops_dk", "backward/causal", "no gradient reaches k"),
-            ("out_in_float64", "lse/values", r"out is \(124, 2, 64\) in float64; it must be .* in float32"),
+            ("out_in_float64", "lse/values", r"out is \(124, 2, 64\) float64 on cpu; it must be .*float32"),
             ("zeros_for_dk", "backward/causal", r"dk beyond twice plain attention's error: dq: .*allowed"),
-            ("lse_of_nothing_is_nan", "lse/empty-rows", "nan in rows that see nothing; it must be -inf"),
+            ("lse_of_nothing_is_nan", "lse/empty-rows", r"\[nan, .*\] in rows that see nothing; it must be -inf"),
             ("writes_to_q", "inputs/unchanged", "q changed in place"),
             ("dropout_ignored", "dropout/weights", r"0\.000 of \d+ pairs are dropped; dropout_p=0.3 asks for 0.300"),
             ("dropout_differs_in_backward", "dropout/weights", "backward drops other pairs than forward"),
@@ -178,7 +176,7 @@ class TestSpellings:
                 return_attn_probs=return_aux is not None,
             )[: 2 if return_aux else None]  # fmt: skip
 
-        only = ["*/causal", "*/window-left", "*/grouped", "*/scale", "*/sinks*", "forward/softcap"]
+        only = ["*/causal", "*/window-left-16", "*/group-of-three", "*/scale", "*/sinks*", "forward/softcap"]
         report = conformance.run(varlen_attn, dtypes=[torch.float32], device="cpu", only=only)
         assert set(report.of("not offered")) == matching("*/sinks*", "forward/softcap")
         assert report.passed
@@ -195,12 +193,9 @@ class TestSpellings:
             return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0)
 
         report = quick_report(bare)
-        offered = {
-            name for name in matching("*", but=("backward/*", "lse/*"))
-            if not VarlenFunction(bare).lacks(BY_NAME[name].case, scale=BY_NAME[name].scale)
-        }  # fmt: skip
+        offered = {"forward/bidirectional", "forward/cross-bidirectional", "inputs/many-keys", "inputs/many-queries"}
+        offered |= {"isolation/bidirectional", "isolation/cross", "empty/queries", "empty/keys", "empty/all"}
         assert set(report.of("pass")) == offered & QUICK
-        assert matching("forward/*bidirectional", "isolation/bidirectional", "empty/keys") <= offered
         details = {r.check: r.detail for r in report.results if r.outcome == "not offered"}
         assert details["forward/causal"] == "no parameter causal or is_causal"
         assert details["backward/bidirectional"] == "not differentiable"
@@ -221,7 +216,7 @@ class TestSpellings:
             return call(**rest) if rest["deterministic"] else WRONG["noisy"](**rest)
 
         asked: list[bool] = []
-        for name in ("repeat/causal", "isolation/cross", "slack/inert"):
+        for name in ("repeat/causal", "isolation/cross", "slack/causal"):
             assert BY_NAME[name](priced).outcome == "pass", name
         assert all(asked)
         assert BY_NAME["backward/causal"](priced).outcome == "pass"
@@ -232,9 +227,10 @@ class TestSpellings:
         def fa2(call: Any, **rest: Any) -> Any:
             return backends.map_lse(call(**rest), lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
 
-        assert BY_NAME["lse/empty-rows"](attention).detail == "-inf"
+        assert BY_NAME["lse/empty-rows"](attention).passed
         result = BY_NAME["lse/empty-rows"](fa2)
-        assert (result.outcome, result.detail) == ("pass", "+inf, as in FlashAttention 2")
+        assert result.outcome == "pass"
+        assert result.detail.endswith("+inf in rows that see nothing, as in FlashAttention 2")
 
     @pytest.mark.parametrize(
         ("function", "message"),
@@ -262,8 +258,7 @@ class TestReport:
         assert report.of("pass") == ["forward/scale", "backward/scale"]
         assert lines[0].startswith("forward/softcap")
         assert lines[-1] == report.summary() == "softcap_ignored on cpu: 4 pass, 2 fail"
-        assert report.as_dict()["results"][0]["outcome"] == "fail"
-        assert report.as_dict()["passed"] is False
+        assert not report.passed
 
     def test_a_report_without_a_pass_has_not_passed(self) -> None:
         def bare(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
@@ -274,8 +269,8 @@ class TestReport:
         assert not report.passed
 
     def test_patterns(self) -> None:
-        chosen = [c.name for c in conformance.checks(only=["slack/*", "lse/*"], skip=["*/gradient", "*/inert"])]
-        assert chosen == ["slack/zeros", "lse/values", "lse/empty-rows"]
+        chosen = [c.name for c in conformance.checks(only=["slack/*", "lse/*"], skip=["*/gradient"])]
+        assert chosen == ["slack/causal", "lse/values", "lse/empty-rows"]
         with pytest.raises(ValueError, match=r"no check matches .*kinds are forward, backward, inputs, empty"):
             conformance.checks(only=["nothing/*"])
 

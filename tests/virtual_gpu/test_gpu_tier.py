@@ -27,7 +27,7 @@ pytestmark = NEEDS
 
 
 class _HostIsCuda(TorchFunctionMode):
-    """Calls for the device "cuda" get host memory, which is that of the virtual GPU."""
+    """Calls for the device "cuda" get host memory, which the virtual GPU uses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {name: _on_host(value) for name, value in (kwargs or {}).items()}
@@ -83,7 +83,7 @@ def test_function(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.fast("llama")
 def test_a_training_step(name: str) -> None:
-    """Loss and gradients of a packed batch in bfloat16: as near to float32's as those of the backend in torch."""
+    """Loss and gradients of a packed batch in bfloat16: as near to float32's as the backend in torch comes."""
     model = zoo.tiny_model(name).to(torch.bfloat16)
     ids = torch.randint(10, zoo.VOCAB, (1, 150))
     places = torch.cat([torch.arange(n) for n in (90, 1, 40, 19)])[None]

@@ -17,7 +17,7 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.collator import Numbered, PackingCollator, check_names, named, quote
 from tritonpack.packing.collator import Objective as LabelObjective
 from tritonpack.packing.lengths import TOKENS, check_integer, count, document_length, table_lengths, whole_lengths
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Order, Tail
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.packing.units import Units
@@ -128,8 +128,7 @@ class PackedDataLoader(DataLoader):
             left_out.append(f"{cut:,} tokens cut off by max_document_length")
         if dropped := rows.dropped_documents:
             left_out.append(f"{count(dropped, units.noun)} of this epoch that fill no last step (tail)")
-        nothing = "no document" if rows._order is None else "no document of the order"
-        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
+        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
         own = "" if isinstance(self.collate_fn, PackingCollator) else " of the first document"  # others may have others
         lines.append(f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
@@ -141,8 +140,8 @@ def dataloader(
     documents: DocumentsOf | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int | None = None, objective: Objective = "quadratic", tail: Tail = "spread",
-    overlong: Literal["error", "drop"] = "error", shuffle: bool = True, order: Order | None = None,
-    num_replicas: int | None = None, rank: int | None = None, group: Any = None, shard: bool = False, epochs: int = 1,
+    overlong: Literal["error", "drop"] = "error", shuffle: bool = True, num_replicas: int | None = None,
+    rank: int | None = None, group: Any = None, shard: bool = False, epochs: int = 1,
     labels: LabelObjective = "causal", per_token: Collection[str] = (), drop_columns: Collection[str] = (),
     max_document_length: int | None = None, pad_to_multiple_of: int | None = None, pad_token_id: int = 0,
     **options: Any,
@@ -174,7 +173,7 @@ def dataloader(
             examples, or of lists of documents. For units that aren't as long as their documents, as trees, pass
             `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
+        objective, tail, shuffle: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank, group: see MultipackDistributedBatchSampler.
@@ -223,7 +222,7 @@ def dataloader(
     assert own_rank is not None
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
-        order=order, epochs=epochs, shard=False, group=group,
+        epochs=epochs, shard=False, group=group,
     )  # fmt: skip
     return PackedDataLoader(reader, rows, own_rank, shard, collate_fn=collate_fn, **options)
 

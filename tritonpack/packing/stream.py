@@ -238,8 +238,9 @@ def pack_stream(
 ) -> PackedStream:  # fmt: skip
     """Pack documents from any iterable, in one pass over it.
 
-    The bins are the bins of `pack(algorithm="windowed")` with the same window, except that all pieces of a split
-    document stay in one window. So at most about three windows are in memory, and the order is nearly the input order.
+    Each window is packed by best-fit-decreasing, and the documents of bins that are filled to less than 95% are packed
+    again with the next window, at most twice. So at most about three windows are in memory, and the order is nearly the
+    input order. All pieces of a split document stay in one window.
 
     >>> stream = pack_stream([[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]], capacity=4, overlong="split")
     >>> list(stream)

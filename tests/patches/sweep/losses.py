@@ -42,11 +42,7 @@ class Losses(NamedTuple):
 
 @torch.enable_grad()
 def losses_of(subject: Subject, documents: list[Tensor], form: Form) -> Losses:
-    """Return the losses of documents in a form.
-
-    Raises:
-        NoLossError: the output has no loss that is a single number.
-    """
+    """Return the losses of documents in a form; raise NoLossError if one isn't a single number."""
     batch = subject.lay_out(form, documents)
     output = subject.model(**{**subject.arguments(batch), **_switches(subject), **labels(subject, batch)})
     named = {"loss": output[0]} if isinstance(output, tuple) else output if isinstance(output, Mapping) else {}
@@ -60,11 +56,7 @@ def losses_of(subject: Subject, documents: list[Tensor], form: Form) -> Losses:
 
 
 def expected_losses(subject: Subject, documents: list[Tensor], limit: float) -> Losses:
-    """Return the losses of a model without a patch.
-
-    Raises:
-        NoLossError: it has none, or padding changes it.
-    """
+    """Return the losses of a model without a patch; raise NoLossError if it has none, or padding changes it."""
     if not {"labels", "start_positions"} & subject.names:
         raise NoLossError
     if _switches(subject) or subject.names & {*OF_DOCUMENTS}:  # two losses have no common weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import check_flag, describe
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.tree import ROOT
+from tritonpack.masks.block_diagonal import BlockDiagonalMask, mask_from_intervals
+from tritonpack.masks.intervals import WHOLE_DOCUMENT
+from tritonpack.masks.tree import ROOT, forest_intervals
 from tritonpack.packing.collator import (
     IGNORED_LABEL,
     LABELS,
@@ -89,8 +90,9 @@ class TreeBatch:
     @cached_property
     def mask(self) -> BlockDiagonalMask:
         """The mask for `varlen_attention`, on the device of the batch. For layers with windows or chunks make another
-        one: `BlockDiagonalMask.from_tree_ends(batch.ends, window=...)`."""
-        return BlockDiagonalMask.from_tree_ends(self.ends).to(self.input_ids.device)
+        one: `BlockDiagonalMask.from_tree(batch.parents, window=...)`."""
+        mask = mask_from_intervals(partial(forest_intervals, self.ends, "ends"), WHOLE_DOCUMENT)
+        return mask.to(self.input_ids.device)
 
     def inputs(self) -> dict[str, Tensor]:
         """The arguments for a patched causal model of transformers, on the device of the batch: `input_ids`,
