@@ -1,4 +1,4 @@
-"""pack_stream: the bins of `pack`, over ranks and workers; exact resume anywhere; epochs."""
+"""pack_stream: the bins of windows, over ranks and workers; exact resume anywhere; epochs."""
 
 import json
 import pickle

@@ -111,10 +111,12 @@ def test_every_family_is_tried_and_every_other_type_refused_by_name() -> None:
 UNWEIGHTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "gemma4")
 
 
-def trainer(folder: Path, name: str, rows: int) -> Trainer:
+def trainer(folder: Path, name: str, rows: int, accepts: bool = True) -> Trainer:
     pytest.importorskip("accelerate")
-    given = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0)
-    return Trainer(build(name), TrainingArguments(**given), train_dataset=examples(name))
+    given, model = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0), build(name)
+    assert not model.accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
+    model.accepts_loss_kwargs = accepts
+    return Trainer(model, TrainingArguments(**given), train_dataset=examples(name))
 
 
 @pytest.mark.slow
@@ -130,7 +132,6 @@ def test_page_names_the_classes_that_trainer_averages() -> None:
 @pytest.mark.parametrize("name", UNWEIGHTED)
 def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
     whole, parts = trainer(tmp_path, name, 1), trainer(tmp_path, name, 100)
-    assert not parts.model_accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
     longest = max(len(example["input_ids"]) for example in examples(name))
     for one, tokens in ((whole, 4096), (parts, longest)):
         tritonpack.setup(one, tokens, collate_fn=tritonpack.VisionPackingCollator(one.model))
@@ -138,12 +139,7 @@ def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
     assert distance(trained(parts), trained(whole)) <= EXACT
 
 
-def test_undo_restores_what_trainer_passes_to_the_model(tmp_path: Path) -> None:
-    own = trainer(tmp_path, "qwen2_5_vl", 4)
-    collate = tritonpack.VisionPackingCollator(own.model)
-    with pytest.raises(ValueError, match="longer than the row size of 4"):
-        tritonpack.setup(own, 4, collate_fn=collate)
-    assert own.model_accepts_loss_kwargs is False
-    with tritonpack.setup(own, 256, collate_fn=collate):
-        assert own.model_accepts_loss_kwargs is True
-    assert own.model_accepts_loss_kwargs is False
+def test_accumulation_without_counts_of_targets_is_refused(tmp_path: Path) -> None:
+    own = trainer(tmp_path, "qwen2_5_vl", 4, accepts=False)
+    with pytest.raises(ValueError, match=r"set model\.accepts_loss_kwargs = True before the trainer is made"):
+        tritonpack.setup(own, 256, collate_fn=tritonpack.VisionPackingCollator(own.model))
