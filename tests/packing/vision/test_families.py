@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import tritonpack
 from tests.ecosystem.training import EXACT, arguments, distance, trained
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
-from tests.patches.comparison import apart, tolerance
+from tests.patches.zoo import apart, tolerance
 from tests.test_guides import DOCS
 from tritonpack.packing.vision.families import FAMILIES
 

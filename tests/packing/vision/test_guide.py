@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tritonpack
 from tests.packing.vision.examples import BEGIN, END, IMAGE, VIDEO, build
-from tests.patches.comparison import apart, tolerance
+from tests.patches.zoo import apart, tolerance
 from tests.test_guides import DOCS, blocks
 from tritonpack.packing.vision.families import FAMILIES
 
