@@ -2,11 +2,11 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel import models
 from tests.parallel.attention_cases import EXCHANGES, LAYOUTS
@@ -171,22 +171,22 @@ def documents_stay_apart(exchange, layout):
             assert not moved[end:].any()
 
 
-def in_groups_of_two(shape, exchange):
-    """Pairs of ranks along a dimension of a mesh share batches. The mesh's process group is made once."""
+def in_groups_of_two(*shape):
+    """Pairs of ranks along a dimension of a mesh share batches, also by two contexts, whose group is made once."""
     mesh = mesh_of(*shape)
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
     model, wanted = make_model(), alone(make_model(), loss_of, *batches)
-    trained, groups = DistributedDataParallel(model), set()
+    replica, groups = mesh.get_local_rank("dp"), set()
     for _ in range(2):
-        trained.zero_grad()
-        with SequenceParallel(trained, mesh["across", "within"], exchange=exchange) as context:
-            loss = loss_of(trained, **batches[mesh.get_local_rank("dp")])
+        model.zero_grad()
+        with SequenceParallel(model, mesh["across", "within"], exchange=PAIR) as context:
+            loss = loss_of(model, **batches[replica])
             loss.backward()
         groups.add(context.ranks.group)
     assert len(groups) == 1
-    close(loss.detach(), wanted.loss[mesh.get_local_rank("dp")], "loss")
-    for name, p in model.named_parameters():
-        close(p.grad, wanted.gradients[name] / len(batches), name)
+    close(loss.detach(), wanted.loss[replica], "loss")
+    for name, gradient in models.mean_over(None, models.gradients_of(model)).items():
+        close(gradient, wanted.gradients[name] / len(batches), name)
 
 
 def refuses_a_long_document():
@@ -202,18 +202,16 @@ def refuses_a_long_document():
 def refuses_another_router_loss():
     from transformers.models.mixtral import modeling_mixtral
 
-    model = models.make_zoo_model("mixtral")
+    model, own = models.make_zoo_model("mixtral"), modeling_mixtral.load_balancing_loss_func
+    with (
+        mock.patch.object(modeling_mixtral, "load_balancing_loss_func", lambda *given: 2 * own(*given)),
+        SequenceParallel(model),
+        pytest.raises(ValueError, match="MixtralForCausalLM computes another load-balancing loss"),
+    ):
+        model(**packed(), output_router_logits=True)
     model.num_experts_per_tok = None
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match="Pass output_router_logits=False"):
         model(**packed(), output_router_logits=True)
-    own, model = modeling_mixtral.load_balancing_loss_func, models.make_zoo_model("mixtral")
-    modeling_mixtral.load_balancing_loss_func = lambda *given: 2 * own(*given)
-    try:
-        message = "MixtralForCausalLM computes another load-balancing loss"
-        with SequenceParallel(model), pytest.raises(ValueError, match=message):
-            model(**packed(), output_router_logits=True)
-    finally:
-        modeling_mixtral.load_balancing_loss_func = own
 
 
 FAMILIES = ("mistral", "gemma2", "gpt_oss")
@@ -239,14 +237,16 @@ CASES |= {
     "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
                           layout="zigzag"),
     "base model under a head": partial(agrees, compute=hidden_states, gather_outputs=True, layout="zigzag"),
+    "patched with unpad": partial(agrees, "llama", "padded", prepare=partial(patch, unpad=True)),
+    "patched with share_prefixes": partial(agrees, "llama", "padded", prepare=partial(patch, share_prefixes=True)),
     "PEFT model": partial(agrees, make=peft_model),
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
     "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
     "mesh, pair in a list": partial(agrees, exchange=list(PAIR)),
     "mesh, loss by total": partial(loss_by_total, (2, 2), PAIR),
-    "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
-    "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
+    "mesh, pairs along the second dimension": partial(in_groups_of_two, 2, 1, 2),
+    "mesh, pairs along the first dimension": partial(in_groups_of_two, 2, 2, 1),
 }  # fmt: skip
 CASES |= {f"recurrent, {name}": partial(in_layers, name) for name in RECURRENT}
 for name in ("qwen3_next", "mamba2", "minimax", "lfm2", "jamba", "rwkv"):

@@ -1,4 +1,4 @@
-"""Padded batches as one row under DDP, FSDP2 and SequenceParallel: ranks get the gradients of stock in one process."""
+"""Padded batches as one row under DDP and FSDP2: ranks get the gradients of stock in one process."""
 
 from functools import partial
 from itertools import product
@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.composition_cases import make_mesh, over_all
 from tests.patches import padded_batches as padded
-from tests.patches.calls import state
-from tritonpack import SequenceParallel, patch
+from tritonpack import patch
 
 STEPS = 3
 
@@ -68,30 +67,7 @@ def trains_as_stock(name, objective, first):
         padded.require_saved(handle.saved, *batches, *batches, options=options)
 
 
-def shares_padded_batches():
-    """In SequenceParallel the ranks share the padded batch as it is; outside of it the same patch removes padding."""
-    for options in (padded.UNPAD, padded.SHARE):
-        model, batch = padded.training_model(), padded.padded_batch(0)
-        want, before = padded.step(padded.training_model(), batch), state(model)
-        handle = patch(model, **options)
-        with SequenceParallel(model):
-            output = model(**batch)
-            output.loss.backward()
-        torch.testing.assert_close(output.loss.detach().double(), want.values["loss"])
-        assert output.logits.shape[1] < batch["input_ids"].numel(), "the batch wasn't sharded"
-        for name, p in model.named_parameters():
-            dist.all_reduce(p.grad)
-            torch.testing.assert_close(p.grad / dist.get_world_size(), want.gradients[name], rtol=0, atol=1e-6)
-        assert handle.saved.tokens_computed == handle.saved.tokens_given
-        padded.require_equal(want, padded.step(model, batch))
-        handle.unpatch()
-        assert state(model) == before
-
-
 CASES = {
-    **{
-        f"{name}, {objective}, {first} first": partial(trains_as_stock, name, objective, first)
-        for name, objective, first in product(WRAPPERS, padded.OBJECTIVES, ("patch", "wrapper"))
-    },
-    "SequenceParallel": shares_padded_batches,
+    f"{name}, {objective}, {first} first": partial(trains_as_stock, name, objective, first)
+    for name, objective, first in product(WRAPPERS, padded.OBJECTIVES, ("patch", "wrapper"))
 }

@@ -54,7 +54,6 @@ def each_case(size, *modules):
     "failing: error in forward",
     "refusal: other lengths",
     "padded: DDP, both, patch first",
-    "padded: SequenceParallel",
     "agreement: recurrent, mamba2, ring stripe",
     "agreement: recurrent, a long document",
     "agreement: experts, mixtral, padded",

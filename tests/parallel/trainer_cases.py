@@ -27,7 +27,7 @@ from tests.ecosystem import training
 from tests.parallel.composition_cases import make_mesh, optimizer_of
 from tests.parallel.models import alone, close, loss_of, make_batch, make_model
 from tests.patches.models import tiny_model
-from tritonpack import MultipackDistributedBatchSampler, SavedTokensCallback, SequenceParallel, dataloader, patch
+from tritonpack import MultipackDistributedBatchSampler, SequenceParallel, dataloader, patch
 
 TIMES = ("runtime", "per_second", "step_time", "preparation_time")
 # What other numbers of batches change: padding counts as operations, and metrics of batches are averaged.
@@ -184,28 +184,6 @@ def with_loss(folder: str, model: Any, **options: Any) -> Trainer:
     return trainer
 
 
-def each_token_once() -> None:
-    """TRL's head scores as many rows on all ranks together as there are tokens, in either order."""
-    from trl.trainer import utils
-
-    own = utils._ChunkedLogProbFunction.apply
-    for order in ("trainer first", "context first"):
-        rows = []
-
-        def count(states: Tensor, *others: Any, rows: list[int] = rows) -> Any:
-            if torch.is_grad_enabled():
-                rows.append(len(states))
-            return own(states, *others)
-
-        with mock.patch.object(utils, "_ChunkedLogProbFunction") as function, launched():
-            function.apply = count
-            trainer, _ = run(partial(of_trl, "SFT"), dist.group.WORLD, order, include_num_input_tokens_seen="all")
-        total = torch.tensor([sum(rows)])
-        dist.all_reduce(total)
-        assert total == trainer.state.num_input_tokens_seen, order
-        assert sum(rows) < 0.6 * total
-
-
 def resumed() -> None:
     """A run that is resumed from a checkpoint ends with the weights of one without a break."""
     folder = [tempfile.mkdtemp()]
@@ -281,21 +259,6 @@ def loader_for_a_group() -> None:
             dataloader(documents, 16, group=groups[dist.get_rank() in (1, 2)])
 
 
-def saved_tokens() -> None:
-    """The logs of every rank have the tokens of all ranks, which have different documents."""
-    model, given = tiny_model("llama"), []
-    model.register_forward_pre_hook(lambda _, args, batch: given.append(batch["input_ids"].numel()), with_kwargs=True)
-    with launched(), tempfile.TemporaryDirectory() as folder, patch(model, unpad=True) as handle:
-        trainer = plain(folder, model, per_device_train_batch_size=2, max_steps=2)
-        trainer.add_callback(SavedTokensCallback(trainer))
-        trainer.train()
-    totals = torch.tensor([sum(given), handle.saved.tokens_computed])
-    dist.all_reduce(totals)
-    logged = trainer.state.log_history[-1]["train_tokens_saved_share"]
-    assert logged == pytest.approx(1 - float(totals[1] / totals[0]))
-    assert totals[0] != dist.get_world_size() * sum(given)  # ranks differ
-
-
 gathered = partial(refused, then={"gathers": True})
 vllm, logs = (partial(set_late, name) for name in ("use_vllm", "log_completions"))
 CASES: dict[str, Callable[[], None]] = {
@@ -313,7 +276,6 @@ CASES: dict[str, Callable[[], None]] = {
     "predictions": predictions,
     "accelerate": accelerated,
     "loader for a group": loader_for_a_group,
-    "saved tokens": saved_tokens,
     "TRL, SFT, built inside": partial(agree, partial(of_trl, "SFT"), "context first"),
     "TRL, SFT, padding-free": partial(agree, partial(of_trl, "SFT"), padding_free=True),
     **{
@@ -329,10 +291,9 @@ CASES: dict[str, Callable[[], None]] = {
         per_device_train_batch_size=3,
     ),
     "TRL, Distillation": partial(refused, partial(of_trl, "Distillation"), "To generate, leave the context, or pause"),
-    "TRL, each token once": each_token_once,
 }  # fmt: skip
 # Two replicas, of neighbours or of every other rank.
 ALSO_ON_FOUR = (
-    "own loader", "ranks that aren't neighbours", "loader for a group", "saved tokens", "accelerate",
+    "own loader", "ranks that aren't neighbours", "loader for a group", "accelerate",
     "TRL, SFT, built inside", "TRL, DPO", "TRL, GRPO, given completions",
 )  # fmt: skip
