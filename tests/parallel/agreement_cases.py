@@ -2,11 +2,11 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel import models
 from tests.parallel.attention_cases import EXCHANGES, LAYOUTS
@@ -63,20 +63,12 @@ def in_layers(name, batch="several", **more):
 def loss_with_routers(model, **batch):
     output = model(**batch, output_router_logits=True)
     assert output.aux_loss > 0
-    return output.loss
+    assert [len(x) for x in output.router_logits] == [output.logits[..., 0].numel()] * len(output.router_logits)
+    return output.loss if batch["labels"] is not None else output.aux_loss
 
 
-def with_routers(name, batch="packed", **options):
-    agrees(name, {**BATCHES[batch](), "use_cache": False}, compute=loss_with_routers, zoo=True, **options)
-
-
-def router_loss_alone(model, **batch):
-    """`aux_loss` by itself, from a configuration that asks for it."""
-    del batch["labels"]
-    model.config.output_router_logits = True
-    output = model(**batch)
-    assert [x.shape[0] for x in output.router_logits] == [batch["input_ids"].numel()] * len(output.router_logits)
-    return output.aux_loss
+def with_routers(name, batch="packed", **changes):
+    agrees(name, {**BATCHES[batch](), "use_cache": False, **changes}, compute=loss_with_routers, zoo=True)
 
 
 def hidden_states(model, labels, **batch):
@@ -86,26 +78,8 @@ def hidden_states(model, labels, **batch):
     return states.square().mean()
 
 
-def preference(model, **batch):
-    """A loss like DPO's: every rank computes it alike from gathered logits of all documents."""
-    labels = batch.pop("labels")
-    logits = model(**batch).logits
-    assert logits.shape[:2] == labels.shape
-    chances = logits.log_softmax(-1)[:, :-1].gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
-    chances = chances * (labels[:, 1:] != -100)
-    half = chances.shape[1] // 2
-    return -torch.nn.functional.logsigmoid(chances[:, :half].sum() - chances[:, half:].sum()) + chances.mean() ** 2
-
-
-def accumulated():
-    """Two batches with different numbers of targets and one `num_items_in_batch`, as trainers pass it."""
-    batches = [packed(), packed((5, 30, 2), seed=4)]
-    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    return [{**batch, "num_items_in_batch": torch.tensor(count)} for batch in batches]
-
-
-def checkpoints(model, reentrant=False):
-    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+def checkpoints(model):
+    model.train().gradient_checkpointing_enable()
 
 
 def peft_model():
@@ -120,17 +94,12 @@ def peft_model():
 def loss_by_total(shape=None, exchange="auto"):
     """Each rank computes the terms of its own tokens, and `total` sums them."""
     model, batch = make_model(), packed()
-    labels = batch.pop("labels")
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    group = mesh_of(*shape) if shape else None
-    with SequenceParallel(model, group, exchange=exchange, layout="stripe") as context:
+    targets = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    with SequenceParallel(model, mesh_of(*shape) if shape else None, exchange=exchange, layout="stripe") as context:
         logits = model(**batch).logits
-        assert logits.shape[1] < 1.5 * labels.shape[1] / dist.get_world_size()
-        mine = context.shard(targets, fill=-100)
-        terms = torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum")
+        terms = torch.nn.functional.cross_entropy(logits[0], context.shard(targets, fill=-100)[0], reduction="sum")
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
-        close(context.gather(mine), targets, "gathered")
     result = models.Result(loss.detach()[None], models.mean_over(None, models.gradients_of(model)))
     same(result, alone(make_model(), loss_of, packed()))
 
@@ -156,45 +125,39 @@ def outputs(batch, **options):
 
 def documents_stay_apart(exchange, layout):
     """Changing the tokens of one document changes no bit of another document's logits."""
-    batch = packed()
+    batch, model = packed(), make_model().eval()
     del batch["labels"]
-    model = make_model().eval()
     with SequenceParallel(model, exchange=exchange, layout=layout, gather_outputs=True), torch.no_grad():
-        before = model(**batch).logits
-        ends = torch.tensor(models.LENGTHS).cumsum(0).tolist()
-        for begin, end in zip([0, *ends], ends, strict=False):
-            changed = batch["input_ids"].clone()
-            changed[0, begin:end] = 3 + (changed[0, begin:end] + 1) % 50
+        before, documents = model(**batch).logits, (batch["position_ids"][0] == 0).cumsum(0)
+        for document in range(1, len(models.LENGTHS) + 1):
+            changed = torch.where(documents == document, 3 + (batch["input_ids"] + 1) % 50, batch["input_ids"])
             moved = (model(**{**batch, "input_ids": changed}).logits != before).any(-1)[0]
-            assert moved[begin:end].any()
-            assert not moved[:begin].any()
-            assert not moved[end:].any()
+            assert set(documents[moved].tolist()) == {document}
 
 
-def in_groups_of_two(shape, exchange):
-    """Pairs of ranks along a dimension of a mesh share batches. The mesh's process group is made once."""
+def in_groups_of_two(*shape):
+    """Pairs of ranks along a dimension of a mesh share batches, also by two contexts, whose group is made once."""
     mesh = mesh_of(*shape)
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
     model, wanted = make_model(), alone(make_model(), loss_of, *batches)
-    trained, groups = DistributedDataParallel(model), set()
+    replica, groups = mesh.get_local_rank("dp"), set()
     for _ in range(2):
-        trained.zero_grad()
-        with SequenceParallel(trained, mesh["across", "within"], exchange=exchange) as context:
-            loss = loss_of(trained, **batches[mesh.get_local_rank("dp")])
+        model.zero_grad()
+        with SequenceParallel(model, mesh["across", "within"], exchange=PAIR) as context:
+            loss = loss_of(model, **batches[replica])
             loss.backward()
         groups.add(context.ranks.group)
     assert len(groups) == 1
-    close(loss.detach(), wanted.loss[mesh.get_local_rank("dp")], "loss")
-    for name, p in model.named_parameters():
-        close(p.grad, wanted.gradients[name] / len(batches), name)
+    close(loss.detach(), wanted.loss[replica], "loss")
+    for name, gradient in models.mean_over(None, models.gradients_of(model)).items():
+        close(gradient, wanted.gradients[name] / len(batches), name)
 
 
 def refuses_a_long_document():
     """Every rank raises, and the context goes on."""
     model, size = models.make_zoo_model("mamba2"), dist.get_world_size()
-    message = rf"a document has 40 of the batch's 45 tokens, .* on one of the {size} ranks\. .* share it among fewer"
     with SequenceParallel(model):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"has 40 of the batch's 45 tokens, .* on one of the {size} ranks\. "):
             model(**packed((2, 40, 3)))
         assert model(**models.SHORT_DOCUMENTS["several"]()).loss.isfinite()
 
@@ -202,20 +165,20 @@ def refuses_a_long_document():
 def refuses_another_router_loss():
     from transformers.models.mixtral import modeling_mixtral
 
-    model = models.make_zoo_model("mixtral")
+    model, own = models.make_zoo_model("mixtral"), modeling_mixtral.load_balancing_loss_func
+    with (
+        mock.patch.object(modeling_mixtral, "load_balancing_loss_func", lambda *given: 2 * own(*given)),
+        SequenceParallel(model),
+        pytest.raises(ValueError, match="MixtralForCausalLM computes another load-balancing loss"),
+    ):
+        model(**packed(), output_router_logits=True)
     model.num_experts_per_tok = None
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match="Pass output_router_logits=False"):
         model(**packed(), output_router_logits=True)
-    own, model = modeling_mixtral.load_balancing_loss_func, models.make_zoo_model("mixtral")
-    modeling_mixtral.load_balancing_loss_func = lambda *given: 2 * own(*given)
-    try:
-        message = "MixtralForCausalLM computes another load-balancing loss"
-        with SequenceParallel(model), pytest.raises(ValueError, match=message):
-            model(**packed(), output_router_logits=True)
-    finally:
-        modeling_mixtral.load_balancing_loss_func = own
 
 
+# Batches with different numbers of targets and one `num_items_in_batch`, as trainers pass it.
+COUNTED = [{**one, "num_items_in_batch": torch.tensor(60)} for one in (packed(), packed((5, 30, 2), seed=4))]
 FAMILIES = ("mistral", "gemma2", "gpt_oss")
 OTHER_BATCHES = [name for name in BATCHES if name != "packed"]
 CASES = {}
@@ -227,26 +190,24 @@ for exchange in (*EXCHANGES, *((keys, "ulysses") for keys in KEYS)):
     if isinstance(exchange, str):
         CASES[f"documents stay apart, {name}"] = partial(documents_stay_apart, exchange, "zigzag")
 CASES |= {
-    "accumulated gradients": lambda: agrees("llama", *accumulated()),
-    "other ignore_index": lambda: agrees("llama", models.other_ignored("two_rows")),
+    "accumulated gradients": lambda: agrees("llama", *COUNTED),
     "other ignore_index, padded layout": lambda: agrees("llama", models.other_ignored("three_tokens")),
     "targets on one rank": lambda: agrees("llama", models.one_target()),
     "checkpointed": partial(agrees, prepare=checkpoints),
-    "checkpointed, reentrant": partial(agrees, prepare=partial(checkpoints, reentrant=True)),
     "checkpointed, ulysses": partial(agrees, prepare=checkpoints, exchange="ulysses"),
-    "own loss": partial(agrees, compute=preference, gather_outputs=True),
     "loss by total": loss_by_total,
     "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
                           layout="zigzag"),
     "base model under a head": partial(agrees, compute=hidden_states, gather_outputs=True, layout="zigzag"),
+    "patched with unpad": partial(agrees, "llama", "padded", prepare=partial(patch, unpad=True)),
+    "patched with share_prefixes": partial(agrees, "llama", "padded", prepare=partial(patch, share_prefixes=True)),
     "PEFT model": partial(agrees, make=peft_model),
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
     "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
-    "mesh, pair in a list": partial(agrees, exchange=list(PAIR)),
     "mesh, loss by total": partial(loss_by_total, (2, 2), PAIR),
-    "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
-    "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
+    "mesh, pairs along the second dimension": partial(in_groups_of_two, 2, 1, 2),
+    "mesh, pairs along the first dimension": partial(in_groups_of_two, 2, 2, 1),
 }  # fmt: skip
 CASES |= {f"recurrent, {name}": partial(in_layers, name) for name in RECURRENT}
 for name in ("qwen3_next", "mamba2", "minimax", "lfm2", "jamba", "rwkv"):
@@ -264,7 +225,7 @@ CASES["recurrent, a long document"] = refuses_a_long_document
 CASES |= {f"experts, {name}": partial(with_routers, name) for name in EXPERTS}
 CASES |= {
     **{f"experts, mixtral, {one}": partial(with_routers, "mixtral", one) for one in BATCHES if one != "embeddings"},
-    "experts, without labels": partial(agrees, "mixtral", "padded", compute=router_loss_alone, gather_outputs=True),
+    "experts, without labels": partial(with_routers, "mixtral", labels=None),
     "experts, another loss": refuses_another_router_loss,
 }
 
@@ -275,7 +236,6 @@ ALSO_ON_FOUR = [
     *("ring, two_rows", "ring, three_tokens", "ulysses, padded", "ulysses, three_tokens"),
     *("ring, mistral", "all_gather, gemma2", "ulysses, gpt_oss"),
     *("accumulated gradients", "checkpointed", "targets on one rank"),
-    *("own loss", "loss by total"),
+    *("loss by total"),
     *("outputs of two rows", "documents stay apart, ring"),
 ]
-ON_THREE = [name for name in CASES if any(what in name for what in ("long", "few tokens", "checkpoints", ", ring "))]

@@ -176,6 +176,7 @@ for exchange in (*EXCHANGES, "auto", *((keys, "ulysses") for keys in KEYS)):
         CASES |= {f"{name}, {one}": partial(agrees, make, exchange, "zigzag") for one, make in TREES.items()}
     if simple:
         CASES[f"{name}, float32"] = partial(low_precision, exchange, torch.float32)
+        CASES[f"only: triton, {name}"] = partial(low_precision, exchange, torch.float32, "triton")
         CASES[f"{name}, same bits"] = partial(repeats_itself, exchange)
     else:
         CASES[f"{name}, ulysses first"] = partial(agrees, BATCHES["all at once"], exchange[::-1], "documents")

@@ -1,8 +1,10 @@
-"""SequenceParallel with DDP, FSDP2 and HSDP: ranks train the same model as one process, or are refused."""
+"""Models in DDP, FSDP2 and HSDP: ranks that share batches, have padded batches as one row, or prove an unknown model,
+train the same model as one process, or are refused."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,18 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.models import (
-    SINGLE,
-    SPECIFIC,
-    TOLERANCE,
-    close,
-    gradients_of,
-    make_batch,
-    make_model,
-    make_zoo_model,
-    whole,
-)
-from tritonpack import SequenceParallel, patch
+from tests.parallel import models
+from tests.parallel.models import close, make_batch, make_model, whole
+from tests.patches import padded_batches as padded
+from tests.patches.foreign import Convolution, Mixing, Unshown, config
+from tritonpack import SequenceParallel, UnsupportedModelError, patch
 
 
 def make_mesh(*names):
@@ -51,19 +46,14 @@ def over_all(model, mesh, **options):
     return fully_sharded(model, flattened(mesh), **options)
 
 
+def over_world(model, **options):
+    return over_all(model, make_mesh("sp"), **options)
+
+
 @dataclass(frozen=True)
 class Training:
-    """How ranks that share batches train for three steps.
-
-    Attributes:
-        wrap: (model, mesh) -> the called module.
-        names: the names of the mesh's dimensions.
-        accumulate: batches per step.
-        checkpointing: whether backward recomputes activations.
-        inner: whether the context gets the model inside the wrapper.
-        options: the options of the context.
-        model: a family, or a type of the zoo, some of whose layers compute in float32.
-    """
+    """How ranks that share batches train: `wrap` is (model, mesh) -> the called module, `names` are the mesh's
+    dimensions, `accumulate` batches make a step, and the context gets the model inside the wrapper if `inner`."""
 
     wrap: object
     names: tuple = ("dp", "sp")
@@ -71,10 +61,10 @@ class Training:
     checkpointing: bool = False
     inner: bool = False
     options: dict = field(default_factory=dict)
-    model: str = "llama"
+    model: str = "llama"  # or a type of the zoo, some of whose layers compute in float32
 
     def make(self):
-        return make_model(self.model) if self.model in SPECIFIC else make_zoo_model(self.model)
+        return make_model(self.model) if self.model in models.SPECIFIC else models.make_zoo_model(self.model)
 
 
 STEPS, LEARNING_RATE, CLIP = 3, 0.5, 0.5  # gradients' norms are about 1
@@ -91,7 +81,7 @@ def train(training, model, compute):
     for step in range(STEPS):
         for part in range(training.accumulate):
             compute(100 * step + 10 * part, part == training.accumulate - 1)
-        gradients = gradients or gradients_of(model)
+        gradients = gradients or models.gradients_of(model)
         norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
@@ -99,7 +89,10 @@ def train(training, model, compute):
 
 
 def trains_as_one(training):
-    mesh, tolerance = make_mesh(*training.names), TOLERANCE if training.model in SPECIFIC else SINGLE
+    mesh, tolerance = (
+        make_mesh(*training.names),
+        models.TOLERANCE if training.model in models.SPECIFIC else models.SINGLE,
+    )
     replicas, replica = (mesh["dp"].size(), mesh.get_local_rank("dp")) if "dp" in training.names else (1, 0)
     reference, model, losses = training.make(), training.make(), {}
     patch(reference)
@@ -162,6 +155,103 @@ def parameters_come_apart(wrap):
             wrapped(**batch)
 
 
+def own_documents(seed, rows):
+    """Ranks have documents of their own; one rank has none that are packed."""
+    ids = torch.randint(3, 60, (rows, 12), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids} if rows > 1 else {"input_ids": ids, "position_ids": (torch.arange(12) % 5)[None]}
+
+
+def the_first_call_trains(wrap):
+    """Two steps have the gradients of a model that was proven before them."""
+    found = {}
+    for proven in (False, True):
+        torch.manual_seed(0)
+        model = Unshown(config()).train()
+        handle, found[proven] = patch(model), []
+        wrapped = wrap(model)
+        if proven:
+            handle.prove()
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(**own_documents(2 * step + dist.get_rank(), 1 + dist.get_rank())).logits.square().mean().backward()
+            found[proven] += [whole(p.grad).clone() for p in wrapped.parameters() if p.grad is not None]
+    assert len(found[False]) == len(found[True]) > 0
+    assert all(map(torch.equal, found[False], found[True]))
+
+
+def a_leak_is_refused_on_every_rank(wrap):
+    rank = dist.get_rank()
+    for kind in (Mixing, Unshown):
+        model = kind(config())
+        if kind is Unshown:
+            model.model.layers[1].mlp = Convolution(model.model.layers[1].mlp)
+        patch(model)
+        wrapped = wrap(model)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="don't stay apart"):
+                wrapped(**own_documents(rank, 1 + rank))
+
+
+def sequence_parallel_proves_on_entry():
+    model = Unshown(config())
+    with SequenceParallel(model):
+        model(**own_documents(0, 1))
+    with pytest.raises(UnsupportedModelError, match="don't stay apart"), SequenceParallel(Mixing(config())):
+        pass
+
+
+def stock(number, objective):
+    """The values of this rank's batch, and the mean over the ranks of the gradients of their batches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = padded.training_model()
+    for one in range(size):
+        batch = padded.padded_batch(number + one)
+        output = model(**batch)
+        if one == rank:
+            values = padded.read(output, batch)
+        (padded.OBJECTIVES[objective](output, batch) / size).backward()
+    return padded.Step(values, padded.gradients_of(model))
+
+
+def checkpointing(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return over_world(model)
+
+
+PADDED_IN = {
+    "DDP": DistributedDataParallel,
+    "DDP, unused parameters": partial(DistributedDataParallel, find_unused_parameters=True),
+    "DDP, static graph": partial(DistributedDataParallel, static_graph=True),
+    "DDP, compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager", dynamic=True)),
+    "FSDP": over_world,
+    "FSDP, resharded": partial(over_world, reshard_after_forward=True),
+    "FSDP, checkpointing": checkpointing,
+}
+
+
+def trains_as_stock(name, objective, first):
+    """Steps of training and of evaluation on batches of other shapes; logits are read before the backward pass."""
+    for options in (padded.UNPAD, padded.SHARE):
+        model = padded.training_model()
+        batches = [padded.padded_batch(number + dist.get_rank()) for number in range(STEPS)]
+        handle = patch(model, **options) if first == "patch" else None
+        wrapped = PADDED_IN[name](model)
+        handle = handle or patch(wrapped, **options)
+        for number, batch in enumerate(batches):
+            want = stock(number, objective)
+            padded.require_equal(want, padded.step(model, batch, objective, called=wrapped))
+            with torch.no_grad():
+                padded.require_equal_values(want.values, padded.read(wrapped.eval()(**batch), batch))
+            wrapped.train()
+            if isinstance(wrapped, FSDPModule):
+                wrapped.reshard()  # else `zero_grad` would miss the gradients of the root: it holds whole weights now
+        padded.require_saved(handle.saved, *batches, *batches, options=options)
+
+
+PADDED = {
+    f"{name}, {objective}, {first} first": partial(trains_as_stock, name, objective, first)
+    for name, objective, first in product(PADDED_IN, padded.OBJECTIVES, ("patch", "wrapper"))
+}
 TRAININGS = {
     "DDP over the world": Training(data_parallel, ("sp",)),
     "DDP, two batches per step": Training(data_parallel, accumulate=2),
@@ -179,7 +269,15 @@ CASES = {name: partial(trains_as_one, training) for name, training in TRAININGS.
     "HSDP over replicas": partial(
         refused_on_entry, lambda model, mesh: fully_sharded(model, mesh["dp", "one"]), ("dp", "one", "sp")
     ),
-    "DDP over replicas, inner model passed": partial(parameters_come_apart, over_replicas),
     "gradients not reduced": partial(parameters_come_apart, lambda model, mesh: model),
 }
+for name, wrap in {
+    "DDP": DistributedDataParallel,
+    "FSDP2": over_world,
+    "FSDP2 that keeps layers whole": partial(over_world, reshard_after_forward=False),
+}.items():
+    CASES[f"{name}, first call"] = partial(the_first_call_trains, wrap)
+    CASES[f"{name}, leak"] = partial(a_leak_is_refused_on_every_rank, wrap)
+CASES["proven on entry"] = sequence_parallel_proves_on_entry
 ALSO_ON_FOUR = [name for name in CASES if "recurrent" not in name]  # its documents are longer than a share of four
+CASES |= PADDED

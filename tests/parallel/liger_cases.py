@@ -8,7 +8,7 @@ import torch
 
 import tritonpack
 from tests.parallel.agreement_cases import agrees
-from tests.parallel.models import SINGLE, close, make_batch, make_float32_model, packed, three_tokens, two_rows
+from tests.parallel.models import SINGLE, close, make_batch, make_float32_model, one_target, plain, two_rows
 from tritonpack import SequenceParallel, patch
 
 FUSED_ALONE = {"rope": False, "fused_linear_cross_entropy": True, "rms_norm": False, "swiglu": False}
@@ -33,29 +33,6 @@ def fused(*batches, prepare=apply, **options):
         model.fused = True
 
     agrees("", *batches, compute=compute, make=make_float32_model, prepare=prepared, tolerance=SINGLE, **options)
-
-
-def patched_first(model):
-    patch(model)
-    apply(model)
-
-
-def in_the_class():
-    """Liger replaces the forward of the class, as if applied before models are built."""
-    import transformers.models.llama.modeling_llama as home
-
-    own = home.LlamaForCausalLM.forward
-    try:
-        fused(make_batch(0), prepare=lambda _: apply())
-    finally:
-        home.LlamaForCausalLM.forward = own
-
-
-def first_targets():
-    """Targets in the first tokens alone, so that the last rank of a contiguous layout has none."""
-    batch = packed()
-    batch["labels"][:, 8:] = -100
-    return batch
 
 
 def applied_inside():
@@ -89,11 +66,10 @@ COUNTED = [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for nu
 CASES = {
     "packed": partial(fused, make_batch(0)),
     "rows with padding": partial(fused, two_rows()),
-    "fewer tokens than ranks have": partial(fused, three_tokens()),
-    "a rank without targets": partial(fused, first_targets(), layout="contiguous"),
+    "fewer tokens than ranks have": partial(fused, plain(3)),
+    "a rank without targets": partial(fused, one_target()),
     "num_items_in_batch": partial(fused, *COUNTED),
-    "patch first": partial(fused, make_batch(0), prepare=patched_first),
-    "Liger in the class": in_the_class,
+    "patch first": partial(fused, make_batch(0), prepare=lambda model: patch(model) and apply(model)),
     "applied inside": applied_inside,
     "applied by Trainer": applied_by_trainer,
 }

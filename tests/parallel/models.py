@@ -5,9 +5,8 @@ Everything is in float64. Parts of models that cast to float32 are replaced, or 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,14 +158,9 @@ def offsets():
     return {**batch, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 29, "max_length_k": 29}
 
 
-def plain():
+def plain(length):
     """One row that is one document, without positions or a mask."""
-    return {"input_ids": numbers(1, 22), "labels": numbers(1, 22)}
-
-
-def three_tokens():
-    """Fewer tokens than four ranks, so the batch is padded."""
-    return {"input_ids": numbers(1, 3), "labels": numbers(1, 3)}
+    return {"input_ids": numbers(1, length), "labels": numbers(1, length)}
 
 
 def embeddings():
@@ -189,16 +183,17 @@ def one_target():
 
 
 BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (packed, two_rows, padded, offsets, plain, three_tokens, embeddings)
-}  # fmt: skip
+    **{f.__name__: f for f in (packed, two_rows, padded, offsets, embeddings)},
+    "plain": partial(plain, 22),
+    "three_tokens": partial(plain, 3),  # fewer than four ranks, so the batch is padded
+}
 # No document of these is longer than the share of one of four ranks.
 SHORT_DOCUMENTS = {"several": lambda: packed((13, 1, 9, 12, 5, 11)), "few tokens": lambda: packed((3, 3, 2, 3))}
 
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     loss: torch.Tensor
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor]
 
 
 def whole(x):

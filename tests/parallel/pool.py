@@ -74,7 +74,7 @@ class Pool:
             error = "stuck"
         except (EOFError, OSError):
             error = "died"
-        log = log_of(Path(self._folder.name), rank)
+        log = Path(self._folder.name, f"rank{rank}.txt")
         return "", f"{error}\n{log.read_text() if log.exists() else ''}"
 
     def close(self) -> None:
@@ -86,11 +86,6 @@ class Pool:
             for pipe in self._pipes:
                 pipe.close()
             self._folder.cleanup()
-
-
-def log_of(folder: Path, rank: int) -> Path:
-    """The file with the standard error of a rank."""
-    return folder / f"rank{rank}.txt"
 
 
 def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
@@ -115,7 +110,7 @@ def _run_rank(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
     for other in range(len(pipes)):
         if other != rank:
             pipes[other].close()
-    os.dup2(os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     try:
         _serve(rank, len(pipes), folder, pipes[rank])
     except BaseException:

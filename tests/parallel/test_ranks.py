@@ -5,59 +5,49 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.agreement_cases import ON_THREE
+from tests.parallel.attention_cases import EXCHANGES
 from tests.parallel.pool import Pool, cases_of
 
-CASES = (
-    "all_gather_with_grad_cases",
-    "attention_cases",
-    "agreement_cases",
-    "lifecycle_cases",
-    "refusal_cases",
-    "composition_cases",
-    "proof_cases",
-    "trainer_cases",
-    "failing_cases",
-)
+CASES = [
+    f"{name}_cases"
+    for name in (
+        *("all_gather_with_grad", "attention", "agreement", "lifecycle", "refusal", "composition", "trainer"),
+        "failing",
+    )
+]
 
 
 def each_case(size, *modules):
-    found = [(module, name) for module in modules for name in cases_of(module, size) if name != "kills a rank"]
+    found = [(module, name) for module in modules for name in cases_of(module, size) if name[:5] != "only:"]
     ids = [f"{module.removesuffix('_cases')}: {name}" for module, name in found]
     return pytest.mark.parametrize(("module", "name"), found, ids=ids)
 
 
-@each_case(2, *CASES, "padded_cases")
+@each_case(2, *CASES)
 @pytest.mark.fast(
     "all_gather_with_grad: gathers dim 0, uneven True",
     "all_gather_with_grad: sum, strided_loss",
     "attention: all_gather, windows",
     "attention: group_cast, windows",
-    "attention: group_cast, zigzag",
     "attention: ring, documents",
     "attention: ring, trees, windows",
     "attention: ulysses, contiguous",
-    "attention: ulysses, bfloat16",
     "attention: auto, documents, softcap",
     "agreement: all_gather, padded",
     "agreement: group_cast, gpt_oss",
-    "agreement: ring, zigzag",
     "agreement: ulysses, contiguous",
     "agreement: loss by total",
     "agreement: documents stay apart, group_cast",
     "lifecycle: a model in two contexts",
     "refusal: the model and autocast",
-    "refusal: losses that ranks cannot share",
     "composition: DDP, two batches per step",
-    "proof: DDP trains",
+    "composition: DDP, first call",
     "trainer: own loader",
     "failing: error in forward",
     "refusal: other lengths",
-    "padded: DDP, both, patch first",
-    "padded: SequenceParallel",
+    "composition: DDP, both, patch first",
     "agreement: recurrent, mamba2, ring stripe",
     "agreement: recurrent, a long document",
-    "agreement: experts, mixtral, padded",
     "agreement: experts, mixtral, three_tokens",
 )
 def test_two_ranks_agree_with_one_process(run_on, module, name):
@@ -70,12 +60,6 @@ def test_two_ranks_agree_with_one_process(run_on, module, name):
 @each_case(2, "library_cases", "compiled_cases")
 def test_two_ranks_agree_with_other_libraries(run_on, module, name):
     run_on(2, module, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_THREE)
-def test_three_ranks_agree_on_recurrent_models(run_on, name):
-    run_on(3, "agreement_cases", name)
 
 
 @pytest.mark.slow
@@ -98,11 +82,12 @@ def test_readme_counts_the_types_that_ranks_can_share(run_on):
 @pytest.mark.slow
 def test_a_rank_raises_if_the_process_of_another_one_ends():
     with pytest.raises(AssertionError, match=r"(?is)rank 0 of 2.*RuntimeError:.*connection (closed|reset).*died"):
-        Pool(2).run("failing_cases", "kills a rank")
+        Pool(2).run("failing_cases", "only: a process ends")
 
 
 @pytest.mark.interpreter
-@each_case(2, "kernel_cases")
-@pytest.mark.fast("kernel: ring")
-def test_ranks_agree_with_the_kernels(run_on, module, name):
-    run_on(2, module, name)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.fast("ring")
+def test_ranks_agree_with_the_kernels(run_on, exchange):
+    """Which get strided heads and small blocks of keys from the exchanges."""
+    run_on(2, "attention_cases", f"only: triton, {exchange}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,18 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import tritonpack
 from tests.ecosystem import training
-from tests.parallel.composition_cases import make_mesh, optimizer_of
-from tests.parallel.models import alone, close, loss_of, make_batch, make_model
+from tests.parallel.composition_cases import make_mesh
 from tests.patches.models import tiny_model
-from tritonpack import MultipackDistributedBatchSampler, SavedTokensCallback, SequenceParallel, dataloader, patch
+from tritonpack import MultipackDistributedBatchSampler, SequenceParallel, dataloader, patch
 
 TIMES = ("runtime", "per_second", "step_time", "preparation_time")
 # What other numbers of batches change: padding counts as operations, and metrics of batches are averaged.
@@ -53,13 +50,6 @@ def launched(alone: bool = False) -> Iterator[None]:
             yield
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def require_equal_everywhere(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, p), f"{name} differs between ranks"
 
 
 def arguments(folder: str, **options: Any) -> TrainingArguments:
@@ -157,7 +147,10 @@ def agree(
         for name, value in one.items():
             if not any(word in name for word in TIMES + (PER_BATCH if sizes["dp"] > 1 else ())):
                 assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, one, other)
-    require_equal_everywhere(trainer.model)
+    for name, p in trainer.model.named_parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, p), f"{name} differs between ranks"
     assert not {"compute_loss", "prediction_step"} & vars(trainer).keys() or make is packed
     assert not {"gather", "prepare_data_loader"} & vars(trainer.accelerator).keys()
     assert methods == {name: vars(Trainer)[name] for name in methods}
@@ -171,88 +164,11 @@ def refused(make: Callable[..., Any], remedy: str, then: dict[str, Any] | None =
         agree(make, **then, **options)
 
 
-def set_late(name: str, folder: str, model: Any, **options: Any) -> Any:
-    """GRPO with an option that isn't one of its arguments here, because vLLM isn't installed."""
-    trainer = of_trl("GRPO", folder, model, **options)
+def set_late(name: str, folder: str, model: Any, make: Callable[..., Any] = plain, **options: Any) -> Any:
+    """A trainer with an attribute that is set after it was made; vLLM isn't installed."""
+    trainer = make(folder, model, **options)
     setattr(trainer, name, True)
     return trainer
-
-
-def with_loss(folder: str, model: Any, **options: Any) -> Trainer:
-    trainer = plain(folder, model, **options)
-    trainer.compute_loss_func = lambda *_, **__: None
-    return trainer
-
-
-def each_token_once() -> None:
-    """TRL's head scores as many rows on all ranks together as there are tokens, in either order."""
-    from trl.trainer import utils
-
-    own = utils._ChunkedLogProbFunction.apply
-    for order in ("trainer first", "context first"):
-        rows = []
-
-        def count(states: Tensor, *others: Any, rows: list[int] = rows) -> Any:
-            if torch.is_grad_enabled():
-                rows.append(len(states))
-            return own(states, *others)
-
-        with mock.patch.object(utils, "_ChunkedLogProbFunction") as function, launched():
-            function.apply = count
-            trainer, _ = run(partial(of_trl, "SFT"), dist.group.WORLD, order, include_num_input_tokens_seen="all")
-        total = torch.tensor([sum(rows)])
-        dist.all_reduce(total)
-        assert total == trainer.state.num_input_tokens_seen, order
-        assert sum(rows) < 0.6 * total
-
-
-def resumed() -> None:
-    """A run that is resumed from a checkpoint ends with the weights of one without a break."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0)
-    ends = []
-    with launched():
-        for checkpoint in (None, f"{folder[0]}/checkpoint-2"):
-            trainer = plain(folder[0], None, save_strategy="steps", save_steps=2, max_steps=4)
-            with SequenceParallel(trainer.model):
-                trainer.train(resume_from_checkpoint=checkpoint)
-            ends.append(list(trainer.model.parameters()))
-            dist.barrier()
-    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-
-
-def predictions() -> None:
-    """The logits of `predict` are those of the whole data set, once and in its order."""
-    documents = training.features()[:5]
-    with launched(alone=True), tempfile.TemporaryDirectory() as folder:
-        expected = plain(folder, None).predict(documents)
-    with launched(), tempfile.TemporaryDirectory() as folder:
-        trainer = plain(folder, None, per_device_eval_batch_size=2)
-        with SequenceParallel(trainer.model):
-            got = trainer.predict(documents)
-    known = expected.label_ids >= 0
-    assert np.array_equal(got.label_ids, expected.label_ids)
-    assert np.abs(got.predictions[known] - expected.predictions[known]).max() < 1e-5
-
-
-def accelerated() -> None:
-    from accelerate import Accelerator
-
-    model, wanted = make_model(), alone(make_model(), loss_of, make_batch(0))
-    with launched():
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        assert isinstance(model, DistributedDataParallel)
-        with SequenceParallel(model):
-            loss = model(**make_batch(0)).loss
-            accelerator.backward(loss)
-            close(loss.detach(), wanted.loss[0], "loss")
-            for name, p in model.module.named_parameters():
-                close(p.grad, wanted.gradients[name], name)
-            optimizer.step()
-    require_equal_everywhere(model)
 
 
 def loader_for_a_group() -> None:
@@ -281,23 +197,8 @@ def loader_for_a_group() -> None:
             dataloader(documents, 16, group=groups[dist.get_rank() in (1, 2)])
 
 
-def saved_tokens() -> None:
-    """The logs of every rank have the tokens of all ranks, which have different documents."""
-    model, given = tiny_model("llama"), []
-    model.register_forward_pre_hook(lambda _, args, batch: given.append(batch["input_ids"].numel()), with_kwargs=True)
-    with launched(), tempfile.TemporaryDirectory() as folder, patch(model, unpad=True) as handle:
-        trainer = plain(folder, model, per_device_train_batch_size=2, max_steps=2)
-        trainer.add_callback(SavedTokensCallback(trainer))
-        trainer.train()
-    totals = torch.tensor([sum(given), handle.saved.tokens_computed])
-    dist.all_reduce(totals)
-    logged = trainer.state.log_history[-1]["train_tokens_saved_share"]
-    assert logged == pytest.approx(1 - float(totals[1] / totals[0]))
-    assert totals[0] != dist.get_world_size() * sum(given)  # ranks differ
-
-
 gathered = partial(refused, then={"gathers": True})
-vllm, logs = (partial(set_late, name) for name in ("use_vllm", "log_completions"))
+vllm, logs = (partial(set_late, name, make=partial(of_trl, "GRPO")) for name in ("use_vllm", "log_completions"))
 CASES: dict[str, Callable[[], None]] = {
     "own loader": partial(agree, plain, gradient_accumulation_steps=2),
     "built inside": partial(agree, plain, "context first", gradient_accumulation_steps=2),
@@ -308,12 +209,8 @@ CASES: dict[str, Callable[[], None]] = {
     "label smoothing": partial(gathered, plain, "gather_outputs=True", label_smoothing_factor=0.1),
     "dispatch_batches": partial(refused, plain, "every rank loads", accelerator_config={"dispatch_batches": True}),
     "eval_use_gather_object": partial(refused, plain, "leave it at False", eval_use_gather_object=True),
-    "compute_loss_func": partial(refused, with_loss, r"has a compute_loss_func.*gather_outputs=True"),
-    "resumed": resumed,
-    "predictions": predictions,
-    "accelerate": accelerated,
+    "compute_loss_func": partial(refused, partial(set_late, "compute_loss_func"), r"has a compute_loss_func.*gather"),
     "loader for a group": loader_for_a_group,
-    "saved tokens": saved_tokens,
     "TRL, SFT, built inside": partial(agree, partial(of_trl, "SFT"), "context first"),
     "TRL, SFT, padding-free": partial(agree, partial(of_trl, "SFT"), padding_free=True),
     **{
@@ -329,10 +226,9 @@ CASES: dict[str, Callable[[], None]] = {
         per_device_train_batch_size=3,
     ),
     "TRL, Distillation": partial(refused, partial(of_trl, "Distillation"), "To generate, leave the context, or pause"),
-    "TRL, each token once": each_token_once,
 }  # fmt: skip
 # Two replicas, of neighbours or of every other rank.
 ALSO_ON_FOUR = (
-    "own loader", "ranks that aren't neighbours", "loader for a group", "saved tokens", "accelerate",
+    "own loader", "ranks that aren't neighbours", "loader for a group",
     "TRL, SFT, built inside", "TRL, DPO", "TRL, GRPO, given completions",
 )  # fmt: skip
