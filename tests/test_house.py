@@ -278,12 +278,6 @@ def test_public_names_exist() -> None:
         tritonpack.flash  # noqa: B018
 
 
-def test_nothing_is_installed_by_the_name_tritonpack() -> None:
-    """The package is installed from a clone (`pip install '.[plots]'`), because no registry has it."""
-    by_name = re.compile(r"pip install [^\n`]*tritonpack|tritonpack\[")
-    assert [path for path in (*MODULES, *PAGES) if by_name.search(read(path))] == []
-
-
 @pytest.mark.slow
 def test_installs_without_a_network(tmp_path: Path) -> None:
     """The line of docs/installation.md, in a copy, because it writes into the folder."""

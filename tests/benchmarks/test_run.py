@@ -19,7 +19,7 @@ from benchmarks.gpu.shapes import case_of, documents_of, quick_shapes, shapes, s
 from benchmarks.harness import measure as measuring
 from benchmarks.harness import registry
 from benchmarks.harness.batch import Batch, Shape
-from benchmarks.harness.ledger import ABOUT, CONTINUE, Ledger, Row, parted, read
+from benchmarks.harness.ledger import ABOUT, Ledger, Row, parted, read
 from benchmarks.harness.measure import LOST, DeviceLostError, Times, measure, quantiles, time_alternating, time_limit
 from benchmarks.harness.peers import PEERS, Peer, ours
 from benchmarks.harness.registry import OURS, Call, Case, register, selected
@@ -194,12 +194,6 @@ class TestGpu:
         row = rf"^\| attention, \w+ \| distribution=flan; .* \| [\d.e-]+ TFLOP/s \| {peers} \|$"
         assert len(re.findall(row, written, re.M)) == 3
         assert list(tmp_path.glob("*.png"))
-
-    def test_prints_the_shapes_that_are_left(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as exit:
-            gpu.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0"])
-        assert exit.value.code == CONTINUE
-        assert f"continues with:\n  {smoke_shapes()[0]}\n" in capsys.readouterr().out
 
     def test_own_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu, "PEERS", (Peer(OURS, ours, on_cpu=True), Peer("flash", missing)))

@@ -79,14 +79,17 @@ def test_wrong_command_line(arguments, message, capsys, monkeypatch, tmp_path):
     assert {path: path.read_text() for path in Path().iterdir()} == before
 
 
-@pytest.mark.parametrize("arguments", [[], ["-h"], ["--version"]], ids=str)
-def test_help_and_version(arguments, capsys):
-    assert run(*arguments) == 0
-    output = capsys.readouterr().out
-    if "--version" in arguments:
-        assert output == f"tritonpack {tritonpack.__version__}\n"
-    else:
+def test_help_version_and_list(capsys):
+    for arguments in ([], ["-h"]):
+        assert run(*arguments) == 0
+        output = capsys.readouterr().out
         assert all(name in output for name in ("plan", "check-backend", "doctor", "--install-completion"))
+    for arguments, expected in (
+        ("--version", f"tritonpack {tritonpack.__version__}"),
+        ("check-backend --list --only lse/* --skip */gradient", "lse/values\nlse/empty-rows"),
+    ):
+        assert run(*arguments.split()) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize(

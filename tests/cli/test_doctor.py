@@ -3,6 +3,7 @@ import re
 import sys
 from pathlib import Path
 from unittest import SkipTest
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,14 +25,8 @@ def _on_a_cpu(monkeypatch):
 
 
 def test_outcomes_of_checks_and_exit_codes(capsys, monkeypatch):
-    def raising(error):
-        def check():
-            raise error
-
-        return check
-
-    checks = {"two": raising(SkipTest("there is none")), "three": lambda: "as it should be"}
-    monkeypatch.setattr(doctor, "CHECKS", {"one": raising(RuntimeError("no [such] symbol")), **checks})
+    checks = {"two": Mock(side_effect=SkipTest("there is none")), "three": lambda: "as it should be"}
+    monkeypatch.setattr(doctor, "CHECKS", {"one": Mock(side_effect=RuntimeError("no [such] symbol")), **checks})
     assert run("doctor") == 1
     output, error = capsys.readouterr()
     assert re.search(r"│ one +│ wrong .*RuntimeError: no \[such\] symbol", output)
@@ -39,7 +34,7 @@ def test_outcomes_of_checks_and_exit_codes(capsys, monkeypatch):
     assert re.search(r"│ three +│ right .*as it should be", output)
     assert ("Something should work here and doesn't: one." in output, error) == (True, "")
 
-    monkeypatch.setattr(doctor, "CHECKS", {"GPU": raising(UserWarning("old")), **checks})
+    monkeypatch.setattr(doctor, "CHECKS", {"GPU": Mock(side_effect=UserWarning("old")), **checks})
     assert run("doctor", "--json", "-") == 0
     output, error = capsys.readouterr()
     assert error.endswith("Everything that can run here is right.\n")

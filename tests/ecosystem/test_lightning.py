@@ -18,8 +18,6 @@ from tritonpack.integrations.lightning import PackedTrainLoader
 EPOCHS = 3
 DOCUMENTS = features() * 2
 SINGLE = 8 * torch.finfo(torch.float32).eps
-
-
 OPTIONS: dict[str, Any] = {"tokens": 40, "seed": 0, "epochs": EPOCHS}
 
 

@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 import tritonpack
 from tests.ecosystem.training import EXACT, arguments, difference, features, outcome, tokenizer
-from tests.patches import zoo
 from tests.patches.models import tiny_model
 
 ROWS = ((9, 2, 23), (4, 14, 11, 1))
@@ -123,13 +122,6 @@ def test_other_masks_are_refused() -> None:
         mask = torch.ones(1, 1, 6, keys, dtype=torch.bool).tril(keys - 6)
         with pytest.raises(ValueError, match="cache"):
             model(input_ids=ids[:, 6:12], attention_mask=mask, past_key_values=cache)
-
-
-def test_models_that_see_both_directions_are_refused() -> None:
-    model = zoo.tiny_model("xlnet")
-    tritonpack.patch(model)
-    with pytest.raises(ValueError, match="layers of this model see both directions"):
-        model(input_ids=batch()["input_ids"], attention_mask=pairs())
 
 
 class Patch(TrainerCallback):

@@ -179,8 +179,6 @@ def test_columns_that_the_collator_uses_stay(as_dataset: bool, labelled: bool, t
     assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
     columns = f"completion_mask, input_ids{', labels' if labelled else ''}"
     assert f"columns: {columns}; left out: text" in str(handle)
-    if not as_dataset:
-        trainer.train()
     whole = make_trainer(tmp_path, train_dataset=WITH_TEXT, remove_unused_columns=False)
     tritonpack.setup(whole, TOKENS, drop_columns=("text",))
 

@@ -41,9 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fewer epochs": (4, {"num_train_epochs": 3}, {"num_train_epochs": 1}),
     "more steps": (4, {"max_steps": 5}, {"max_steps": 24}),
     "steps in place of epochs": (13, {"num_train_epochs": 2}, {"max_steps": 24}),
-    "logging and loading": (
-        4, {}, {"logging_steps": 3, "save_steps": 7, "dataloader_num_workers": 1},
-    ),
+    "logging and loading": (4, {}, {"logging_steps": 3, "save_steps": 7, "dataloader_num_workers": 1}),
 }  # fmt: skip
 
 
