@@ -50,11 +50,6 @@ def test_results(function, options, code, rows, end, capsys, tmp_path):
     assert "backward" not in output or "backward" not in options.partition("--skip")[2]
 
 
-def test_list(capsys):
-    assert run("check-backend", "--list", "--only", "lse/*", "--skip", "*/gradient") == 0
-    assert capsys.readouterr().out.split() == ["lse/values", "lse/empty-rows"]
-
-
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "my_backend.py").write_text("from tests.testing.backends import attention\nclass Ours: f = attention\n")
     monkeypatch.chdir(tmp_path)

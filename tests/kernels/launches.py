@@ -21,7 +21,7 @@ from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.kernels import intervals, trees
 from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES
-from tritonpack.masks.dense import bits, dense
+from tritonpack.masks.forms import dense
 from tritonpack.testing import CASES, Case, Inputs, make_inputs
 from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import run
@@ -128,7 +128,6 @@ def mask_calls() -> list[Call]:
         ("bounds", mask, partial(_transposed, checked=True), "transpose_kernel"),
         *((f"dense-{name}", mask, partial(_dense, dtype), "dense_mask_kernel")
           for name, dtype in (("bool", torch.bool), ("bf16", torch.bfloat16), ("fp32", torch.float32))),
-        ("bits", mask, bits, "dense_mask_kernel"),
         ("parents", lambda device: torch.tensor([parents_of(*forest)], device=device),
          lambda values: trees.bounds_of_rows(values, "parents", everything, everything),
          "parents_kernel depths_kernel starts_kernel"),

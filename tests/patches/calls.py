@@ -8,19 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.patches import zoo
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
-from tests.patches.sweep.forms import FORMS, LENGTHS
+from tests.patches.sweep.forms import FORMS, LENGTHS  # noqa: F401 - tests import both from here
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
-from tritonpack.patches.measuring import Batch
 
 EXACT = tolerance(torch.float64)
 
 
-def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
-    """Random token ids `[1, n]` for every length."""
-    return zoo.documents(lengths)
+documents = zoo.documents
 
 
 def alike() -> list[Tensor]:
@@ -38,7 +35,7 @@ def told(form: str = "position_ids", pieces: list[Tensor] | None = None) -> dict
 
 def call_of(form: str = "position_ids", pieces: list[Tensor] | None = None, **more: Any) -> dict[str, Any]:
     """The arguments of a call of a causal model or an encoder."""
-    batch = {**FORMS, **forms.PADDED_BATCHES}[form](pieces or documents())
+    batch = forms.laid_out(form)(pieces or documents())
     return {"input_ids": batch.ids, **batch.arguments, **more}
 
 
@@ -51,23 +48,19 @@ class Results(NamedTuple):
 
 def alone(model: Any, pieces: list[Tensor] | None = None, *, gradients: bool = True) -> Results:
     """The results of each document in a call of its own, with nothing but its tokens."""
-    subject = Subject(model, stock=True)
-    batches = [subject.lay_out(forms.alone, [piece]) for piece in pieces or documents()]
-    return _results(subject, batches, gradients)
+    return _results(Subject(model, stock=True), forms.alone, [[piece] for piece in pieces or documents()], gradients)
 
 
 def packed(
     model: Any, form: str = "position_ids", pieces: list[Tensor] | None = None, *, gradients: bool = True, **more: Any
 ) -> Results:
     """The results of packed documents; of pairs of documents if the model has an encoder and a decoder."""
-    subject = Subject(model)
-    layout = {**FORMS, **forms.PADDED_BATCHES}[form]
-    return _results(subject, [subject.lay_out(layout, pieces or documents())], gradients, **more)
+    return _results(Subject(model), forms.laid_out(form), [pieces or documents()], gradients, **more)
 
 
-def _results(subject: Subject, batches: list[Batch], gradients: bool, **more: Any) -> Results:
+def _results(subject: Subject, form: forms.Form, calls: list[list[Tensor]], gradients: bool, **more: Any) -> Results:
     with torch.set_grad_enabled(gradients):
-        outputs = [subject.call(batch, **more) for batch in batches]
+        outputs = [subject.call(subject.lay_out(form, pieces), **more) for pieces in calls]
         main = "logits" if "logits" in outputs[0] else next(iter(outputs[0]))
         values = torch.cat([part for output in outputs for part in output[main]])
     return Results(values.detach(), gradients_of(subject.model, values) if gradients else [])
@@ -110,10 +103,9 @@ def is_patched(model: nn.Module) -> bool:
 def in_threads(runs: list[Callable[[], None]]) -> None:
     """Run functions in threads at the same time, and wait for all."""
     threads = [threading.Thread(target=run) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
 
 
 def without_dropout(model: Any) -> Any:

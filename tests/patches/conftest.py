@@ -24,12 +24,6 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The proofs of a test."""
     proof = pytest.importorskip("tritonpack.patches.proof")
-    held: list[Any] = []
-    run = proof._run_trial
-
-    def count(*args: Any) -> None:
-        held.append(args)
-        run(*args)
-
-    monkeypatch.setattr(proof, "_run_trial", count)
+    held, run = list[Any](), proof._run_trial
+    monkeypatch.setattr(proof, "_run_trial", lambda *args: (held.append(args), run(*args))[1])
     return held

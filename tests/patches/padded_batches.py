@@ -1,8 +1,7 @@
 """Padded batches of many shapes, and steps of training on them whose results are compared with stock's."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tests.patches.comparison import apart, tolerance
 from tests.patches.models import VOCAB, tiny_model
+from tests.patches.zoo import apart, tolerance
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
@@ -49,11 +48,8 @@ def padded_batch(number: int = 0) -> dict[str, Tensor]:
         document = torch.cat([prompt, torch.randint(3, VOCAB, (length - PROMPT,), generator=generator)])
         span = slice(max(lengths) - length, None) if number % 2 else slice(length)
         ids[row, span], mask[row, span] = document, 1
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill((mask == 0) | (ids % 5 == 0), -100),
-    }
+    labels = ids.masked_fill((mask == 0) | (ids % 5 == 0), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def completions(number: int = 0) -> Batch:
@@ -64,10 +60,6 @@ def completions(number: int = 0) -> Batch:
     return {**batch, "labels": batch["input_ids"].masked_fill(~last, -100)}
 
 
-def unlabelled(number: int = 0) -> Batch:
-    return {name: x for name, x in padded_batch(number).items() if name != "labels"}
-
-
 def real(values: Tensor, batch: Batch) -> Tensor:
     """Values (B, T, ...), or (B * T, ...) as routers give them, with zeros for padding; other values unchanged."""
     mask = batch["attention_mask"]
@@ -76,7 +68,7 @@ def real(values: Tensor, batch: Batch) -> Tensor:
     if values.ndim < 2 or values.shape[0] != len(mask):
         return values
     mask = mask[:, : values.shape[1]]
-    return values * (mask if values.ndim == 2 else mask[..., None])
+    return values * mask.view(*mask.shape, *[1] * (values.ndim - 2))
 
 
 # How users read logits.
@@ -102,14 +94,8 @@ OBJECTIVES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
 }
 
 
-@dataclass
-class Step:
-    """The results of one call and its backward pass.
-
-    Attributes:
-        values: the loss, and what each of READS gives, with zeros for padding.
-        gradients: by parameter; None for a parameter without one.
-    """
+class Step(NamedTuple):
+    """The results of one call, as `read` gives them, and the gradients of its backward pass by parameter."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -117,24 +103,19 @@ class Step:
 
 def read(output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """All values of an output but caches, and its logits by each of READS, with zeros for padding."""
-    values = {}
-    for name in output:
-        parts = output[name] if isinstance(output[name], tuple) else (output[name],)
-        for i, x in enumerate(parts):
-            if isinstance(x, Tensor):
-                values[f"{name} {i}" if i else name] = real(x.detach(), batch)
-    if values["logits"].shape[:2] == batch["input_ids"].shape:
-        values |= {name: real(take(output.logits).detach(), batch) for name, take in READS.items()}
-    return {name: x.double() if name == "loss" else x for name, x in values.items()}
+    flat = {name: x if isinstance(x := output[name], tuple) else (x,) for name in output}
+    values = {f"{name} {i}": x for name, parts in flat.items() for i, x in enumerate(parts) if isinstance(x, Tensor)}
+    if output.logits.shape[:2] == batch["input_ids"].shape:
+        values |= {name: take(output.logits) for name, take in READS.items()}
+    return {name: real(x.detach(), batch) for name, x in values.items()} | {"loss": output.loss.detach().double()}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of all gradients; of sharded parameters the whole."""
-    found: dict[str, Tensor | None] = {}
-    for name, p in model.named_parameters():
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        found[name] = None if grad is None else grad.clone()
-    return found
+    grads = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
 
 
 def step(
@@ -158,7 +139,7 @@ def require_equal_values(want: dict[str, Tensor], got: dict[str, Tensor]) -> Non
 def require_equal(want: Step, got: Step) -> None:
     """All values and all gradients are equal, relative to the largest value and to the largest gradient."""
     require_equal_values(want.values, got.values)
-    assert apart(list(want.gradients.values()), list(got.gradients.values())) < LIMIT
+    assert apart([*want.gradients.values()], [*got.gradients.values()]) < LIMIT
     assert any(grad is not None and bool(grad.any()) for grad in want.gradients.values())
 
 

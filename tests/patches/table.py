@@ -17,7 +17,6 @@ import transformers
 from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases
 from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, RESULTS, SHOWN, Row
-from tests.patches.sweep.running import takes_options
 
 PAGE = Path(__file__).parent / "sweep" / "models.md.in"  # docs/models.md, with fields in braces
 COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
@@ -49,7 +48,7 @@ def class_rows(found: Found) -> str:
     lines = [head, ["---"] * len(head)]
     for case in found.listed:
         patch = found.of(case, "patch")
-        ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if takes_options(case) else ()))]
+        ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if case.takes_options else ()))]
         ways = ways[:1] if patch.verdict in NEVER else ways
         verdicts = [row.verdict for row in ways]
         reasons = [why(row) for row in ways if row.how != "name"]
@@ -74,14 +73,6 @@ def why(row: Row, longest: int = 160) -> str:
     return said if len(said) <= longest else said[: longest - 3] + "..."
 
 
-def left_out(found: Found) -> str:
-    reasons: dict[str, set[str]] = {}
-    for case in cases():
-        if (row := found.of(case, "patch")).verdict == "no text":
-            reasons.setdefault(row.reason, set()).add(case.name)
-    return "\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in sorted(reasons.items()))
-
-
 def sentence(found: Found, version: str) -> str:
     """What the README says of all classes."""
     seen = found.count("patch", cases())
@@ -94,7 +85,12 @@ def sentence(found: Found, version: str) -> str:
 
 
 def page(found: Found, version: str) -> str:
-    exact = [case for case in found.listed if takes_options(case) and found.of(case, "patch").verdict == "exact"]
+    reasons: dict[str, list[str]] = {}  # of classes without text
+    for case in sorted(cases(), key=lambda case: case.name):
+        if (row := found.of(case, "patch")).verdict == "no text" and case.name not in reasons.get(row.reason, ()):
+            reasons.setdefault(row.reason, []).append(case.name)
+    left_out = "\n".join(f"- {reason}: {', '.join(names)}." for reason, names in sorted(reasons.items()))
+    exact = [case for case in found.listed if case.takes_options and found.of(case, "patch").verdict == "exact"]
     lines = []
     for how, of in (("patch", found.listed), ("name", found.listed), *((option, exact) for option in OPTIONS)):
         seen = found.count(how, of)
@@ -104,7 +100,7 @@ def page(found: Found, version: str) -> str:
         lines.append(f"- **{how}**, of {len(of)} {classes}: {counts}.")
     return PAGE.read_text().format(
         version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "),
-        verdicts="\n".join(lines), rows=class_rows(found), left_out=left_out(found),
+        verdicts="\n".join(lines), rows=class_rows(found), left_out=left_out,
     )  # fmt: skip
 
 
@@ -114,14 +110,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--shown", type=Path, default=SHOWN)
     options = parser.parse_args()
-    version, rows = transformers.__version__, results.load(options.results)
-    found = Found(results.load(options.results, version))
-    options.out.write_text(page(found, version))
-    results.save_shown(rows, options.shown)
-    print(sentence(found, version))
-    for version in sorted({row.version for row in rows}, key=lambda version: [*map(int, version.split("."))]):
-        seen = Counter(x.verdict for x in rows if x.version == version and x.how == HOWS[0])
-        print(f"transformers {version}: " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS))
+    found = Found(results.load(options.results, transformers.__version__))
+    options.out.write_text(page(found, transformers.__version__))
+    results.save_shown(results.load(options.results), options.shown)
+    print(sentence(found, transformers.__version__))
     print(f"{options.out} and {options.shown} written")
 
 

@@ -9,24 +9,11 @@ from torch import nn
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import FORMS, call_of, documents
-from tests.patches.comparison import apart
+from tests.patches.calls import EXACT, FORMS, call_of, documents
 from tests.patches.models import Graphs
-from tests.patches.padded_batches import (
-    LIMIT,
-    SHARE,
-    UNPAD,
-    WAYS,
-    gradients_of,
-    padded_batch,
-    read,
-    require_equal,
-    require_equal_values,
-    require_saved,
-    step,
-    training_model,
-)  # fmt: skip
+from tests.patches.padded_batches import SHARE, UNPAD, gradients_of, padded_batch, require_saved, training_model
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import apart
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 slow = pytest.mark.slow
@@ -52,9 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:
-    make, dtype = (zoo.tiny_pair_model if family in zoo.PAIRS else zoo.tiny_model), torch.float32
-    graphs, model = Graphs(), with_grouped_experts(make(family, dtype=dtype, **FAMILIES[family]))
-    if "attention" not in FAMILIES[family]:
+    spec, options = family + "+" * (family in zoo.PAIRS), FAMILIES[family]
+    graphs, model = Graphs(), with_grouped_experts(zoo.build(spec, dtype=torch.float32, **options))
+    if "attention" not in options:
         tritonpack.patch(model)
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
     for lengths in ((7, 1, 3, 11), (5, 9, 3), (12, 3, 4, 2, 6)):
@@ -65,32 +52,21 @@ def test_one_graph_for_every_length(family: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
-def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
-    """The first batches, with one document and with several, make all graphs; later batches make none."""
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "roformer", "openai-gpt"])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
+def test_families_with_several_graphs(family: str, inside: bool) -> None:
+    """Graphs read the packing of their own call. The first batches, with one document and with several, make all graphs
+    of recurrent layers; later batches make none."""
     graphs, model, seen = Graphs(), with_grouped_experts(zoo.tiny_model(family)), []
     with tritonpack.patch(model):
-        compiled = torch.compile(model, backend=graphs, dynamic=True)
-        for lengths in LAYOUTS:
-            call = call_of(pieces=documents(lengths))
-            assert torch.equal(compiled(**call).logits, model(**call).logits), lengths
-            seen.append(graphs.count)
-    assert seen[2:] == seen[2:3] * len(seen[2:])
-
-
-@slow
-@pytest.mark.parametrize("family", ["roformer", "openai-gpt"])
-@pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
-def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) -> None:
-    torch._dynamo.reset()
-    model = zoo.tiny_model(family)
-    with tritonpack.patch(model):
         whole = model.base_model if inside else model
-        compiled = torch.compile(whole, backend="eager", dynamic=True)
-        for lengths in LAYOUTS[:3]:
+        compiled = torch.compile(whole, backend=graphs, dynamic=True)
+        for lengths in LAYOUTS:
             for form in ("position_ids", "segments_alone"):
                 call = call_of(form, documents(lengths))
                 torch.testing.assert_close(compiled(**call)[0], whole(**call)[0])
+            seen.append(graphs.count)
+    assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
 @slow
@@ -104,81 +80,48 @@ def test_refusals_in_a_graph() -> None:
             compiled(**call_of())
 
 
-# Padded batches
-
-
-def compile_parts(parts: list[nn.Module], model: nn.Module, **options: Any) -> nn.Module:
-    for part in parts:
-        part.compile(**options)
-    return model
-
-
-COMPILED: dict[str, Callable[..., Any]] = {
-    "whole": torch.compile,
-    "in place": lambda model, **options: compile_parts([model], model, **options),
-    "base model": lambda model, **options: compile_parts([model.model], model, **options),
-    "each layer": lambda model, **options: compile_parts(list(model.model.layers), model, **options),
-}
-
-
-@slow
-@WAYS
-@pytest.mark.parametrize(
-    ("compiled", "family", "dynamic"),
-    [("whole", "llama", True), ("whole", "llama", None), ("whole", "mistral", True), ("in place", "llama", True),
-     ("base model", "llama", None), ("each layer", "mistral", None)],
-)  # fmt: skip
-def test_graphs_fit_all_shapes(compiled: str, family: str, dynamic: bool | None, options: dict[str, bool]) -> None:
-    """The first batch makes all graphs if the compiler knows that shapes change; else the first three do, because two
-    of them have the same number of rows, columns or tokens. Each mode has graphs of its own."""
-    layers = {"num_hidden_layers": 1} if family == "llama" else {}
-    graphs, model, twin = Graphs(), training_model(family, **layers), training_model(family, **layers)
-    evaluated = (compiled, dynamic) == ("whole", True)
-    with tritonpack.patch(model, **options) as handle:
-        called = COMPILED[compiled](model, backend=graphs, dynamic=dynamic)
-        for number in range(6):
-            batch = padded_batch(number)
-            with torch._dynamo.config.patch(error_on_recompile=number >= (1 if dynamic else 3)):
-                require_equal(step(twin, batch, "both"), step(model, batch, "both", called=called))
-                if evaluated:
-                    with torch.no_grad():
-                        require_equal_values(read(twin.eval()(**batch), batch), read(called.eval()(**batch), batch))
-                    twin.train(), called.train()
-    if not evaluated:
-        assert graphs.count <= (5 if dynamic else 8), "one graph of the base model, and the others around it"
-        require_saved(handle.saved, *map(padded_batch, range(6)), options=options)
-
-
 def packed(batch: dict[str, Any]) -> dict[str, Any]:
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
     documents = [{"input_ids": row[live.bool()].tolist()} for row, live in rows]
     return tritonpack.PackingCollator()(documents) | {"use_cache": False}
 
 
-@pytest.mark.fast("graphs-False-unpad")
+# What is compiled in place; else the whole model by torch.compile.
+PARTS: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "whole": lambda model: [],
+    "in place": lambda model: [model],
+    "base model": lambda model: [model.model],
+    "each layer": lambda model: list(model.model.layers),
+}
+
+
+@pytest.mark.fast("unpad-False-graphs-whole")
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("backend", ["graphs", "aot_eager", "inductor"])
-def test_training(backend: str, checkpointed: bool, options: dict[str, bool]) -> None:
-    """Of collated rows in one graph, also for batches of one document; and if the layers run again in backward."""
-    graphs, model = Graphs(), training_model(num_hidden_layers=1 + checkpointed)
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    batches = [padded_batch(number) for number in range(3)]
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
+def test_training(options: dict[str, bool], checkpointed: bool, backend: str, part: str) -> None:
+    """Of collated rows in one graph, also for batches of one document, and of padded batches; and if the layers run
+    again in backward. The first batch makes all graphs, whatever the number of rows, columns and tokens."""
+    graphs, made = Graphs(), [padded_batch(number) for number in range(6 if backend == "graphs" else 3)]
     if not options:
-        batches = [packed(batch) for batch in (*batches, {name: x[:1] for name, x in batches[0].items()})]
-    with tritonpack.patch(model, **options) as handle:
-        used: Any = graphs if backend == "graphs" else backend
-        called = torch.compile(model, backend=used, fullgraph=not options, dynamic=True)
-        for batch in batches:
-            gradients = []
-            for forward in (model, called):
-                model.zero_grad()
-                forward(**batch).loss.backward()
-                gradients.append([*gradients_of(model).values()])
-            assert apart(*gradients) < LIMIT
+        made = [packed(batch) for batch in (*made, {name: x[:1] for name, x in made[0].items()})]
+    twin, model = (training_model(num_hidden_layers=1 + checkpointed) for _ in range(2))
+    handles = [tritonpack.patch(one, **options) for one in (twin, model)]
+    for one in (twin, model) if checkpointed else ():
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+    dynamic = None if part == "each layer" else True  # then the compiler sees only in the third batch what changes
+    settings: Any = {"backend": graphs if backend == "graphs" else backend, "dynamic": dynamic}
+    called = torch.compile(model, fullgraph=not options, **settings) if part == "whole" else model
+    for module in PARTS[part](model):
+        module.compile(**settings)
+    for number, batch in enumerate(made):
+        with torch._dynamo.config.patch(error_on_recompile=number > (0 if dynamic else 2)):
+            for one in (twin, called):
+                one.zero_grad()
+                one(**batch).loss.backward()
+        assert apart(*([*gradients_of(one).values()] for one in (twin, model))) < EXACT
     if options:
-        require_saved(handle.saved, *[batch for batch in batches for _ in range(2)], options=options)
-    else:
-        assert graphs.count == (backend == "graphs")
+        require_saved(handles[1].saved, *made, options=options)
+    assert options or part != "whole" or graphs.count == (backend == "graphs")

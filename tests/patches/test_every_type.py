@@ -3,10 +3,9 @@
 That every class is exact in every form, or refused, is in test_sweep.py.
 """
 
-import copy
 import functools
 import inspect
-import pickle
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,141 +17,73 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import alone, documents, relative, require_exact, state, without_dropout
-from tests.patches.comparison import tolerance
+from tests.patches.calls import alone, documents, relative, require_exact, without_dropout
 from tests.patches.models import generate
-from tests.patches.zoo import EXACT, PAIRS, tiny_pair_model
+from tests.patches.zoo import EXACT, PAIRS, tolerance
 from tritonpack.patches.families import READS_PADDING
 
 PAIR = "+"  # ends the name of an encoder with a decoder
 NAMES = (*EXACT, *(name + PAIR for name in PAIRS))
 
-REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys that layers share lose a gradient
-RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
-# Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
-# window isn't kept while decoding (minimax), and text alone can't be continued (git).
-GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
-# Types whose ways to continue a cache are all right in stock transformers.
-STOCK_IS_RIGHT = {
-    "bailing_hybrid", "falcon_h1", "lara_mini", "lfm2", "lfm3", "olmo_hybrid", "opt", "qwen3_next", "zaya",
-}  # fmt: skip
+
+build = functools.lru_cache(maxsize=1)(zoo.build)
 
 
-@functools.lru_cache(maxsize=1)
-def build(name: str) -> PreTrainedModel:
-    return tiny_pair_model(name.removesuffix(PAIR)) if name.endswith(PAIR) else zoo.build(name)
-
-
-def every_type(*fast: str) -> Callable[[Any], Any]:
-    """The parameter `name`; those that aren't named here are slow."""
-
-    def decorate(test: Any) -> Any:
-        return pytest.mark.fast(*fast)(pytest.mark.parametrize("name", NAMES)(test))
-
-    return decorate
-
-
-# Options of patch(), the lengths of documents, and forms.
-CALLS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[str, ...]]] = {
-    "one document in a row": ({}, (9,), ("position_ids", "seq_idx_alone", "offsets_alone")),
-    "eager": ({"attention": "eager"}, (7, 1, 3, 11), ("two_rows",)),
-    "sdpa": ({"attention": "sdpa"}, (7, 1, 3, 11), ("two_rows", "padded_left")),
-}
-
-
-@pytest.mark.parametrize("case", CALLS)
-@every_type(
-    *(f"{name}-one document in a row" for name in ("bert", "gemma3n_text", "gpt2", "minimax", "whisper", "bart+")),
-    *(f"{name}-{how}" for name in ("bart+", "falcon", "mamba2", "seamless_m4t_v2+") for how in ("eager", "sdpa")),
-)
-def test_packed_calls(name: str, case: str) -> None:
-    options, lengths, tried = CALLS[case]
+def packed(name: str, *tried: str, lengths: tuple[int, ...] = (7, 1, 3, 11), **options: Any) -> None:
     model, pieces = build(name), documents(lengths)
     expected = alone(model, pieces)
     try:
         handle = tritonpack.patch(model, **options)
-    except tritonpack.UnsupportedModelError:  # it doesn't support sdpa
-        return
+    except tritonpack.UnsupportedModelError:
+        pytest.skip("it doesn't support sdpa")
     with handle:
         require_exact(model, expected, *tried, pieces=pieces)
 
 
-def checkpointed(model: Any, reentrant: bool) -> Any:
-    if not model.supports_gradient_checkpointing:
-        pytest.skip("can't be checkpointed")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model
-
-
-def with_wrapped_layers(model: Any, implementation: CheckpointImpl) -> Any:
-    """As FSDP and accelerate put torch's wrapper around layers."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            for i, layer in enumerate(module):
-                module[i] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
-    return model
-
-
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "reentrant": lambda model: checkpointed(model, True),
-    "checkpoints": lambda model: checkpointed(model, False),
-    "wrapped layers": lambda model: with_wrapped_layers(model, CheckpointImpl.NO_REENTRANT),
-    "reentrant wrapped layers": lambda model: with_wrapped_layers(model, CheckpointImpl.REENTRANT),
-}
+REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys that layers share lose a gradient
+RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
 OF_LAYERS = ("llama", "mamba", "qwen3_next", "bloom")  # types whose layers are put into torch's wrapper
-WRAPPED = [(wrapper, name) for wrapper in WRAPPERS for name in (OF_LAYERS if "wrapped" in wrapper else NAMES)]
 
 
-@pytest.mark.parametrize(("wrapper", "name"), WRAPPED, ids=["-".join(one) for one in WRAPPED])
-@pytest.mark.parametrize("first", ["patch", "wrapper"])
-@pytest.mark.fast(
-    "patch-checkpoints-encoder-decoder+", "wrapper-checkpoints-mamba2", "patch-reentrant-llama",
-    "patch-reentrant-roformer", "wrapper-reentrant-mvp+", "wrapper-checkpoints-mistral", "wrapper-checkpoints-gpt_neox",
-    "patch-reentrant wrapped layers-llama", "wrapper-wrapped layers-mamba", "patch-wrapped layers-qwen3_next",
-)  # fmt: skip
-def test_gradient_checkpointing(wrapper: str, name: str, first: str) -> None:
-    if name in RANDOM_IN_TRAINING or (wrapper == "reentrant" and name in REENTRANT_IS_WRONG):
+def checkpointed(name: str, *, reentrant: bool, layers: bool = False) -> None:
+    """Enabled before the patch and after it; or torch's wrapper around layers, as FSDP and accelerate use it."""
+    if name in RANDOM_IN_TRAINING or (reentrant and name in REENTRANT_IS_WRONG):
         pytest.skip("stock transformers differs from itself")
-    model = without_dropout(build.__wrapped__(name))
-    expected = alone(model)
-    model.enable_input_require_grads()
-    if first == "wrapper":
-        WRAPPERS[wrapper](model.train())
-    with tritonpack.patch(model):
-        if first == "patch":
-            require_exact(model, alone(model, gradients=False))
-            WRAPPERS[wrapper](model.train())
-        require_exact(model, expected, "without_cache")
-        if name in OF_LAYERS:
-            require_exact(model, expected, "padded_left", use_cache=False)
-    for module in model.modules():
-        assert "tritonpack" not in str(getattr(module, "checkpoint_fn", ""))
+
+    def wrap(model: Any) -> None:
+        for module in model.train().modules() if layers else ():
+            for i, layer in enumerate(module if isinstance(module, nn.ModuleList) else ()):
+                kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+                module[i] = checkpoint_wrapper(layer, checkpoint_impl=kind)
+        if not layers:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    ways = ({}, {"unpad": True}, {"share_prefixes": True}) if name in ("llama", "mistral") else ({},)
+    for options, patch_first in itertools.product(ways, (False, True)):
+        model = without_dropout(build.__wrapped__(name))
+        if not model.supports_gradient_checkpointing:
+            pytest.skip("can't be checkpointed")
+        expected = alone(model)
+        model.enable_input_require_grads()
+        if not patch_first:
+            wrap(model)
+        with tritonpack.patch(model, **options):
+            if patch_first:
+                require_exact(model, alone(model, gradients=False))
+                wrap(model)
+            require_exact(model, expected, "without_cache")
+            if name in (*OF_LAYERS, "mistral"):
+                require_exact(model, expected, "padded_left", use_cache=False)
+        for module in model.modules():
+            assert "tritonpack" not in str(getattr(module, "checkpoint_fn", ""))
 
 
-@every_type("bert", "roformer", "encoder-decoder+", "t5+")
-def test_unpatching_copies_and_pickles(name: str) -> None:
-    model = build(name)
-    before, keys = state(model), list(model.state_dict())
-    expected = alone(model, gradients=False)
-    handle = tritonpack.patch(model)
-    assert list(model.state_dict()) == keys
-    copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    handle.unpatch()
-    assert state(model) == before
-    for twin in copies:
-        require_exact(twin, expected)
-        tritonpack.unpatch(twin)
-        with pytest.raises(ValueError, match="isn't patched"):
-            tritonpack.unpatch(twin)
+# Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
+# window isn't kept while decoding (minimax), and text alone can't be continued (git).
+GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.fast(
-    "bart+-dynamic", "encoder-decoder+-static", "gpt_oss-static", "qwen3_next-dynamic", "t5+-dynamic", "llama-static",
-    "mistral-dynamic",
-)  # fmt: skip
-def test_generate(name: str, cache: str) -> None:
+def generated(name: str, cache: str) -> None:
     """Two rows, one of them padded, unless padding changes what stock generates."""
     if name in GENERATE_DIFFERS:
         pytest.skip("stock transformers is at odds with itself")
@@ -174,18 +105,21 @@ def test_generate(name: str, cache: str) -> None:
 
 # Calls that continue a cache: new tokens of a row that was padded on the left, beside one without padding; and more
 # tokens than the cache holds, without a mask, so that a mask for the new tokens alone would leave one place
-
 IDS = torch.randint(6, 50, (1, 14), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones(2, 14, dtype=torch.int64).index_put_((torch.tensor([1, 1]), torch.tensor([0, 1])), torch.tensor(0))
 # A call's ids and mask, the number of tokens in the cache, and the places that the last row is compared with.
 CONTINUED = ((IDS.repeat(2, 1), MASK, 12, slice(2, 14)), (IDS[:, :9], None, 4, slice(0, 9)))
+# Types whose ways to continue a cache are all right in stock transformers.
+STOCK_IS_RIGHT = {
+    "bailing_hybrid", "falcon_h1", "lara_mini", "lfm2", "lfm3", "olmo_hybrid", "opt", "qwen3_next", "zaya",
+}  # fmt: skip
 
 
 def states(output: Any) -> Tensor:
     return output.logits if "logits" in output else output.last_hidden_state
 
 
-def continued(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cached: int) -> Tensor | None:
+def continuation(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cached: int) -> Tensor | None:
     """The states of the last row's new tokens; None for a model without a cache."""
     masks = ({}, {}) if mask is None else ({"attention_mask": mask[:, :cached]}, {"attention_mask": mask})
     cache = model(input_ids=ids[:, :cached], use_cache=True, **masks[0]).get("cache")
@@ -195,8 +129,7 @@ def continued(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cached: 
 
 
 @torch.no_grad()
-@every_type("bert", "bloom", "gpt_oss", "jamba", "lfm2", "mpt", "opt", "qwen3_next")
-def test_continued_text(name: str) -> None:
+def continued(name: str) -> None:
     """Of the head and of the model in it, which users may patch by itself, wherever stock transformers is right."""
     if name == "git" or name.endswith(PAIR):
         pytest.skip("its text alone can't be continued")
@@ -207,7 +140,7 @@ def test_continued_text(name: str) -> None:
     for model in models:
         for *call, cached, text in CONTINUED:
             try:
-                stock = continued(model, *call, cached)
+                stock = continuation(model, *call, cached)
                 whole = states(model(input_ids=IDS[:, text]))[0]
             except Exception:  # stock transformers fails
                 continue
@@ -216,7 +149,36 @@ def test_continued_text(name: str) -> None:
             right += 1
             for options in ({}, {"attention": "eager"}, *([{"unpad": True}] if name == "llama" else [])):
                 with tritonpack.patch(model, **options):
-                    got = continued(model, *call, cached)
+                    got = continuation(model, *call, cached)
                 assert got is not None
                 assert relative(whole[-len(stock) :], got) < tolerance(model.dtype), (type(model).__name__, cached)
     assert right == 4 or name not in STOCK_IS_RIGHT
+
+
+# A way to use a model, and the types that it is tried for in the ordinary tier.
+USES: dict[str, tuple[Callable[[str], None], str]] = {
+    "one document in a row": (
+        lambda name: packed(name, "position_ids", "seq_idx_alone", "offsets_alone", lengths=(9,)),
+        "bert gemma3n_text gpt2 minimax whisper bart+",
+    ),
+    "eager": (lambda name: packed(name, "two_rows", attention="eager"), "bart+ falcon mamba2 seamless_m4t_v2+"),
+    "sdpa": (
+        lambda name: packed(name, "two_rows", "padded_left", attention="sdpa"), "bart+ falcon mamba2 seamless_m4t_v2+"
+    ),
+    "checkpoints": (
+        lambda name: checkpointed(name, reentrant=False), "encoder-decoder+ mamba2 mistral gpt_neox"
+    ),
+    "reentrant checkpoints": (lambda name: checkpointed(name, reentrant=True), "llama roformer mvp+"),
+    "wrapped layers": (lambda name: checkpointed(name, reentrant=False, layers=True), "mamba qwen3_next"),
+    "reentrant wrapped layers": (lambda name: checkpointed(name, reentrant=True, layers=True), "llama"),
+    "dynamic cache": (lambda name: generated(name, "dynamic"), "bart+ qwen3_next t5+ mistral"),
+    "static cache": (lambda name: generated(name, "static"), "encoder-decoder+ gpt_oss llama"),
+    "continued text": (continued, "bert bloom gpt_oss jamba lfm2 mpt opt qwen3_next"),
+}  # fmt: skip
+TRIED = [(use, name) for use in USES for name in (OF_LAYERS if "wrapped" in use else NAMES)]
+
+
+@pytest.mark.parametrize(("use", "name"), TRIED, ids=map("-".join, TRIED))
+@pytest.mark.fast(*(f"{use}-{name}" for use, (_, fast) in USES.items() for name in fast.split()))
+def test_every_type(use: str, name: str) -> None:
+    USES[use][0](name)

@@ -1,4 +1,4 @@
-"""Layers beside attention: recurrences and convolutions, routers, states of one token."""
+"""Layers beside attention: recurrences and convolutions, routers; and masks that remote code asks transformers for."""
 
 import functools
 import importlib
@@ -9,21 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import masking_utils
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import EXACT, LENGTHS, alone, call_of, documents, require_exact
-from tests.patches.models import NAMES_OF_CACHE
+from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, relative, require_exact
+from tests.patches.foreign import FIRST_IMAGE, MASKS, USES, blocks, composed, made_by
+from tritonpack import UnsupportedModelError
 
 # Layers that mix along the row run on each document by itself, or once if their kernels take boundaries
 
 
-def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], Any]) -> Tensor:
-    """Run a kernel on each document, as kernels do that take boundaries, and lay the outputs end to end."""
-    bounds = itertools.pairwise(offsets.tolist())
-    pieces = [run(lambda x, a=a, b=b: x.narrow(dim if x.ndim > 2 else 1, a, b - a)) for a, b in bounds]
-    return torch.cat(pieces, dim=dim)
+def by_document(offsets: Tensor | None, dim: int, own: Any, *rows: Tensor, **more: Tensor) -> list[Any]:
+    """Run a kernel on each document, as kernels do that take boundaries."""
+    bounds = [(0, rows[0].shape[dim])] if offsets is None else itertools.pairwise(offsets.tolist())
+    cut = lambda x, a, b: x.narrow(dim if x.ndim > 2 else 1, a, b - a)  # noqa: E731
+    return [own(*(cut(x, a, b) for x in rows), **{key: cut(x, a, b) for key, x in more.items()}) for a, b in bounds]
 
 
 def convolution(own: Any, lengths: set[int], deaf: bool) -> Callable[..., Tensor]:
@@ -31,12 +33,9 @@ def convolution(own: Any, lengths: set[int], deaf: bool) -> Callable[..., Tensor
 
     def causal_conv1d_fn(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
         lengths.add(x.shape[2])
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            kwargs.pop(name, None)
-        if seq_idx is None or deaf:
-            return own(x, *args, **kwargs)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.long), seq_idx[0].bincount().cumsum(0)])
-        return by_offsets(offsets, 2, lambda cut: own(cut(x), *args, **kwargs))
+        kwargs = {key: value for key, value in kwargs.items() if "cu_seq_lens" not in key}
+        offsets = None if seq_idx is None or deaf else nn.functional.pad(seq_idx[0].bincount().cumsum(0), (1, 0))
+        return torch.cat(by_document(offsets, 2, lambda x: own(x, *args, **kwargs), x), dim=2)
 
     return causal_conv1d_fn
 
@@ -47,12 +46,11 @@ def delta_rule(own: Any, lengths: set[int], deaf: bool) -> Callable[..., Any]:
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         lengths.add(q.shape[1])
         offsets = kwargs.pop("cu_seqlens", None)
-        for name in ("seq_idx", "cu_seq_lens_k"):
-            kwargs.pop(name, None)
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("seq_idx", "cu_seq_lens_k")}
         if offsets is None or deaf:
             return own(q, k, v, g=g, beta=beta, **kwargs)
-        run = lambda cut: own(cut(q), cut(k), cut(v), g=cut(g), beta=cut(beta), **kwargs)[0]  # noqa: E731
-        return by_offsets(offsets, 1, run), None
+        parts = by_document(offsets, 1, functools.partial(own, **kwargs), q, k, v, g=g, beta=beta)
+        return torch.cat([out for out, _ in parts], dim=1), None
 
     return chunk_gated_delta_rule
 
@@ -102,14 +100,9 @@ def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
         else:
             torch.testing.assert_close(model(**call, use_cache=True).logits[:, 3:], expected)
         torch.testing.assert_close(model(**call, use_cache=False).logits[:, 3:], expected)
-
-
-@pytest.mark.parametrize("name", NAMES_OF_CACHE)
-def test_a_packed_batch_leaves_no_cache(name: str) -> None:
-    model = zoo.tiny_model("bamba")
-    with tritonpack.patch(model):
-        assert model(**call_of(use_cache=True)).get(name) is None
-        assert model(documents()[0], use_cache=True)[name] is not None
+        if model_type == "lfm2":  # a packed batch leaves no cache
+            assert model(**call_of(use_cache=True)).past_key_values is None
+            assert model(document, use_cache=True).past_key_values is not None
 
 
 # Losses of routers get a mask of 0 and 1, in whatever way the call tells documents apart, and leave out padding
@@ -146,3 +139,48 @@ def test_forward_replaced_after_patching_is_refused() -> None:
         with pytest.raises(ValueError, match=r"the forward of MixtralForCausalLM was replaced after .* was patched"):
             model(**call)
         model.forward = own
+
+
+# Masks that a model of remote code asks transformers for, and computes with by itself
+
+
+def with_images() -> list[Tensor]:
+    """The image at the end of a document continues in the next one by its number alone."""
+    pieces = [piece % FIRST_IMAGE for piece in documents()]
+    pieces[0][0, 2:5], pieces[2][0, 1:], pieces[3][0, :2], pieces[3][0, 6:9] = 41, 42, 42, 43
+    return pieces
+
+
+TRIED = [(mask, "where") for mask in MASKS] + [("window", use) for use in USES if use != "ignored"]
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(("mask", "use"), [*TRIED, ("images", "add")])
+def test_packed_equals_alone(mask: str, use: str) -> None:
+    model, pieces = composed(mask, use), with_images()
+    expected = torch.cat([model(piece)[0] for piece in pieces], 1)[0]
+    for form in ("position_ids", "segments_padded", "two_rows_padded"):
+        batch = FORMS[form](pieces)
+        with tritonpack.patch(model):
+            got = batch.gather(model(batch.ids, **batch.arguments)[0])
+        assert relative(expected, got) < EXACT, form
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("case", ["a window of another size", "images of two parts", "images in chunks"])
+def test_masks_that_tritonpack_cannot_read_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = with_images()
+    if case == "a window of another size":  # as a later transformers may pass it
+        own = masking_utils.sliding_window_causal_mask_function
+        monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda size: own(size + 1))
+        mask, words = "window or none", "isn't the window"
+    elif case == "images of two parts":
+        pieces[3][0, 0] = 43
+        mask, words = "images", "aren't one interval"
+    else:
+        in_chunks = made_by("chunked_causal")
+        monkeypatch.setitem(MASKS, "chunks", lambda ids, *given: in_chunks(*given, block_sequence_ids=blocks(ids)))
+        mask, words = "chunks", "chunks, a window, or one of them"
+    batch = FORMS["position_ids"](pieces)
+    with tritonpack.patch(model := composed(mask)), pytest.raises((ValueError, UnsupportedModelError), match=words):
+        model(batch.ids, **batch.arguments)

@@ -1,4 +1,5 @@
-"""Patches come and go: nested, shared, copied, interrupted, in threads; what is left is the identical model."""
+"""Patches come and go, by `patch` and by name: nested, shared, copied, interrupted, in threads; what is left is the
+identical model."""
 
 import contextlib
 import copy
@@ -7,38 +8,26 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from transformers import (
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-    LlamaModel,
-    PreTrainedModel,
-)  # fmt: skip
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForTokenClassification, LlamaModel
 
 import tritonpack
-from tests.patches import zoo
-from tests.patches.calls import (
-    EXACT,
-    alike,
-    alone,
-    call_of,
-    documents,
-    in_threads,
-    is_patched,
-    packed,
-    require_exact,
-    state,
-)  # fmt: skip
-from tests.patches.comparison import apart
+from tests.fresh import FreshInterpreters
+from tests.patches import calls, zoo
+from tests.patches.calls import EXACT, alike, alone, call_of, documents, in_threads, is_patched, packed, state
+from tests.patches.models import tiny_model
+from tests.patches.zoo import apart
 from tritonpack import UnsupportedModelError
 
-UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
+UNPAD, SHARE, REFERENCE = {"unpad": True}, {"share_prefixes": True}, {"backend": "reference"}
 # Model types with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and
 # a mask of its own; and options of patch().
 MODELS: dict[str, dict[str, bool]] = {
@@ -47,7 +36,7 @@ MODELS: dict[str, dict[str, bool]] = {
 }  # fmt: skip
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str) -> Any:
     return zoo.tiny_model(family, dtype=torch.float64)
 
 
@@ -56,6 +45,7 @@ class Patchable:
 
     def __init__(self, name: str) -> None:
         self.model, self.options = build(name.split()[0]), MODELS[name]
+        self.layers = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         self.before, self.expected = state(self.model), alone(self.model, alike(), gradients=False)
 
     def patch(self, **more: Any) -> Any:
@@ -66,111 +56,94 @@ class Patchable:
         return packed(self.model, form, pieces or alike(), gradients=gradients)
 
     def require_exact(self, model: Any = None) -> None:
-        require_exact(model or self.model, self.expected, "position_ids", "padded_left", pieces=alike())
+        calls.require_exact(model or self.model, self.expected, "position_ids", "padded_left", pieces=alike())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_patches_nest(name: str) -> None:
-    """A patch with another backend is in force until it is left. Handles are undone once, in any order."""
-    one = Patchable(name)
-    model, outer = one.model, one.patch()
-    during = state(model)
-    assert during != one.before
-    with one.patch() as inner:
-        assert inner.report == outer.report
-        one.require_exact()
-    assert state(model) == during
-    with one.patch(backend="reference") as other:
-        assert other.report.backend == "reference"
-        one.require_exact()
-    hooks = [[len(one) for one in found[:3]] for found in state(model).values()]
-    assert hooks == [[len(one) for one in found[:3]] for found in during.values()]
-    assert repr(one.patch()) == repr(outer)
-    tritonpack.unpatch(model)
-    second = one.patch(backend="reference")
-    for handle in (outer, inner, outer):
-        handle.unpatch()
-    one.require_exact()
-    for _ in range(2):
-        second.unpatch()
-        assert state(model) == one.before
-    assert torch.equal(alone(model, alike(), gradients=False).values, one.expected.values)
-
-
-def test_the_later_patch_is_in_force() -> None:
-    """unpad, above it share_prefixes, above it neither; handles are unpatched in another order."""
-    one = Patchable("llama unpad")
-    outer, middle = one.patch(), tritonpack.patch(one.model, **SHARE)
-    one.run()
-    assert 0 < middle.saved.tokens_computed < sum(piece.numel() for piece in alike()) < middle.saved.tokens_given
-    with tritonpack.patch(one.model) as inner:
-        one.require_exact()
-        assert inner.saved is None
-    assert tritonpack.patch(one.model, **SHARE).saved is middle.saved  # one patch, two handles
-    tritonpack.unpatch(one.model)
-    outer.unpatch()
-    given = middle.saved.tokens_given
-    one.require_exact()
-    assert middle.saved.tokens_given > given
-    assert outer.saved.tokens_given == 0
-    middle.unpatch()
+@pytest.mark.parametrize("name", ["llama", "roformer", "mamba", "bloom", "openai-gpt"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_patches_nest(name: str, data: st.DataObject) -> None:
+    """The latest patch is in force until its handles are released, in any order; a patch with the same options gets one
+    handle more."""
+    one, options = Patchable(name), ({}, REFERENCE, UNPAD, SHARE) if name == "llama" else ({}, REFERENCE)
+    stack: list[tuple[int, list[Any]]] = []  # options by number, and the handles with them
+    for _ in range(8):
+        handles = [handle for _, held in stack for handle in held]
+        number = data.draw(st.integers(-len(handles), len(options) - 1))
+        if number >= 0:
+            if not stack or stack[-1][0] != number:
+                stack.append((number, []))
+            handles.append(tritonpack.patch(one.model, **options[number]))
+            stack[-1][1].append(handles[-1])
+        else:
+            handle = handles.pop(number)
+            tritonpack.unpatch(one.model) if number == -1 else handle.unpatch()
+            handle.unpatch()  # a second call does nothing
+            stack = [(number, [other for other in held if other is not handle]) for number, held in stack]
+            while stack and not stack[-1][1]:
+                stack.pop()
+        assert is_patched(one.model) == bool(stack)
+        before = [handle.saved.tokens_given if handle.saved else 0 for handle in handles]
+        if stack:
+            one.require_exact()
+        for handle, given_before in zip(handles, before, strict=True):
+            counts = handle.saved is not None and handle.saved.tokens_given > given_before
+            assert counts == (handle in stack[-1][1] and stack[-1][0] > 1)
+    for _, held in stack:
+        for handle in held:
+            handle.unpatch()
     assert state(one.model) == one.before
 
 
 def test_threads_that_patch_one_model_leave_it_unpatched() -> None:
     """Two with the same options, and one with another backend."""
-    before, errors = state(model := build("llama")), []
+    before, left = state(model := build("llama")), [30, 30, 30]
 
-    def patch_and_unpatch(**options: Any) -> None:
-        try:
-            for _ in range(30):
-                with tritonpack.patch(model, **options):
-                    pass
-        except Exception as error:
-            errors.append(error)
+    def run(thread: int, **options: Any) -> None:
+        while left[thread]:
+            with tritonpack.patch(model, **options):
+                left[thread] -= 1
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        in_threads([patch_and_unpatch, patch_and_unpatch, lambda: patch_and_unpatch(backend="reference")])
+        in_threads([lambda: run(0), lambda: run(1), lambda: run(2, **REFERENCE)])
     finally:
         sys.setswitchinterval(interval)
-    assert not errors
+    assert left == [0, 0, 0]  # no thread has failed
     assert state(model) == before
 
 
 @pytest.mark.parametrize("name", ["mamba", "roformer", "llama unpad", "llama share"])
 def test_each_thread_has_its_own_packing(name: str) -> None:
     """They wait for each other at every layer, so both are in the middle of the model at once."""
-    one, times, barrier = Patchable(name), 3, threading.Barrier(2, timeout=60)
+    one, barrier, gaps = Patchable(name), threading.Barrier(2, timeout=60), list[float]()
     layouts = [documents((7, 1, 3, 11)), alike() if "share" in name else documents((2, 20))]
     expected = [alone(one.model, pieces, gradients=False).values for pieces in layouts]
-    gaps: list[float] = []
 
     def run(number: int) -> None:
-        for _ in range(times):
+        for _ in range(3):
             gaps.append(apart([expected[number]], [one.run(layouts[number]).values]))
 
     with one.patch():
-        for layers in (m for m in one.model.modules() if isinstance(m, nn.ModuleList)):
-            for layer in layers:
-                layer.register_forward_hook(lambda *_: (barrier.wait(), None)[1])
+        for layer in (layer for layers in one.layers for layer in layers):
+            layer.register_forward_hook(lambda *_: (barrier.wait(), None)[1])
         in_threads([lambda: run(0), lambda: run(1)])
-    assert len(gaps) == 2 * times
+    assert len(gaps) == 6
     assert max(gaps) < EXACT
 
 
-@pytest.mark.parametrize("name", [name for name, options in MODELS.items() if options])
+@pytest.mark.parametrize("name", MODELS)
 def test_copies_have_counts_of_their_own(name: str) -> None:
     one = Patchable(name)
     handle = one.patch()
     for twin in (copy.deepcopy(one.model), pickle.loads(pickle.dumps(one.model))):
         one.require_exact(twin)
-        assert handle.saved.tokens_given == 0
+        assert not handle.saved or handle.saved.tokens_given == 0
         tritonpack.unpatch(twin)
         assert not is_patched(twin)
     one.require_exact()
-    assert handle.saved.tokens_given > 0
+    assert not handle.saved or handle.saved.tokens_given > 0
 
 
 def test_a_model_around_a_patched_part() -> None:
@@ -178,36 +151,23 @@ def test_a_model_around_a_patched_part() -> None:
     one = Patchable("bloom")
     part = tritonpack.patch(one.model.base_model)
     with one.patch():
-        one.require_exact()
         with pytest.raises(ValueError, match="a part of a model that is patched"):
-            tritonpack.patch(one.model.base_model, backend="reference")
+            tritonpack.patch(one.model.base_model, **REFERENCE)
         with tritonpack.patch(one.model.base_model):
-            pass
+            one.require_exact()
         one.require_exact()
     part.unpatch()
     assert state(one.model) == one.before
 
 
-@pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
-def test_a_patch_of_the_base_model_inside(options: dict[str, bool]) -> None:
-    """A head around a patched base model gets the padded batch back."""
-    one = Patchable("llama")
-    with tritonpack.patch(one.model.model, **options) as handle:
-        require_exact(one.model, alone(one.model, alike()), "padded_left", pieces=alike())
-    assert 0 < handle.saved.tokens_computed < handle.saved.tokens_given
-
-
-def test_handles_and_models_are_freed(tmp_path: Any) -> None:
-    """A handle that is collected changes nothing; no cycle through hooks keeps weights until the next collection. A
-    saved model has no trace of the patch."""
+def test_handles_and_models_are_freed() -> None:
+    """A handle that is collected changes nothing; no cycle through hooks keeps weights until the next collection."""
     model = build("llama")
     tritonpack.patch(model)
     during = state(model)
     tritonpack.patch(model)
     gc.collect()
     assert state(model) == during
-    model.save_pretrained(tmp_path)
-    assert "tritonpack" not in (tmp_path / "config.json").read_text()
     tritonpack.unpatch(model)
     packed(model)
     freed: list[bool] = []
@@ -238,6 +198,7 @@ def test_report(family: str, options: dict[str, Any], words: str) -> None:
         assert str(handle.report).startswith(words)
         assert str(handle.report) in repr(handle)
         assert (handle.report.model_type, handle.report.left) == (family, ())
+        assert repr(tritonpack.patch(model, **options)) == repr(handle)
         model.to("meta")  # as another device: the report names what would run there
         assert options or family == "mamba" or "backend auto, in place of sdpa" in str(handle.report)
 
@@ -258,40 +219,27 @@ class Broken(BaseException):
     """An interrupt. A KeyboardInterrupt would end pytest."""
 
 
-@contextlib.contextmanager
-def broken_at(line: int) -> Iterator[list[int]]:
-    """Raise at the n-th line of tritonpack or of torch's hooks that runs. Yields the number of lines that ran."""
-    count = [0]
+def lines_of(action: Callable[[], Any], last: int = 0) -> int:
+    """Run an action, with an interrupt at the `last` line of tritonpack and of torch's hooks. Return how many ran."""
+    count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
         if not any(place in frame.f_code.co_filename for place in ("tritonpack/patches", "torch/nn/modules/module.py")):
             return None
-        if event == "line":
-            count[0] += 1
-            if count[0] == line:
-                raise Broken
+        count += event == "line"
+        if event == "line" and count == last:
+            raise Broken
         return trace
 
     before = sys.gettrace()  # of a debugger, or of a measurement of coverage
     sys.settrace(trace)
     try:
-        yield count
+        with contextlib.suppress(Broken):
+            action()
     finally:
         sys.settrace(before)
-
-
-def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], points: int) -> Iterator[Any]:
-    """Models on which an action was interrupted, at points spread evenly over its lines."""
-    action(make())  # the first call runs more lines
-    model = make()
-    with broken_at(-1) as count:
-        action(model)
-    for point in range(points):
-        model = make()
-        with contextlib.suppress(Broken), broken_at(1 + point * count[0] // points):
-            action(model)
-            raise AssertionError(f"it wasn't broken off at point {point} of {points} of {count[0]} lines")
-        yield model
+    return count
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -299,29 +247,28 @@ def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], point
 @pytest.mark.fast("patch-llama", "unpatch-mamba")
 def test_interrupts_of_patch_and_unpatch(name: str, action: str) -> None:
     """The model is patched as before or as after, and never in between; a patch without a handle is none."""
-    one = Patchable(name)
-    model = one.model
-
-    def prepared() -> Any:
-        while is_patched(model):
-            tritonpack.unpatch(model)
+    one, points, total, outcomes = Patchable(name), 60, 0, set()
+    actions: dict[str, Callable[[], Any]] = {
+        "patch": one.patch, "unpatch": lambda: tritonpack.unpatch(one.model),
+        "patch again": lambda: one.patch(**REFERENCE),
+    }  # fmt: skip
+    for point in range(-2, points):
+        while is_patched(one.model):
+            tritonpack.unpatch(one.model)
         if action != "patch":
             one.patch()
-        return model
-
-    actions: dict[str, Callable[[Any], Any]] = {
-        "patch": lambda _: one.patch(), "unpatch": tritonpack.unpatch,
-        "patch again": lambda _: one.patch(backend="reference"),
-    }  # fmt: skip
-    outcomes = set()
-    for broken in broken_anywhere(prepared, actions[action], 60):
-        outcomes.add(is_patched(broken))
-        if is_patched(broken):
+        if point < 0:  # the first call runs more lines than the second
+            total = lines_of(actions[action])
+            continue
+        last = 1 + point * total // points
+        assert lines_of(actions[action], last) == last
+        outcomes.add(is_patched(one.model))
+        if is_patched(one.model):
             one.require_exact()
             assert one.patch().report.backend == "auto"
-            tritonpack.unpatch(broken)
-            tritonpack.unpatch(broken)
-        assert state(broken) == one.before
+            tritonpack.unpatch(one.model)
+            tritonpack.unpatch(one.model)
+        assert state(one.model) == one.before
     assert outcomes == {"patch": {False}, "unpatch": {False, True}, "patch again": {True}}[action]
 
 
@@ -332,14 +279,13 @@ HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_ba
 def test_a_call_after_an_interrupted_one(name: str) -> None:
     """torch calls no hook after an interrupt. The next calls, of a copy too, find nothing of the interrupted one."""
     one = Patchable(name)
-    layers = [m for m in one.model.modules() if isinstance(m, nn.ModuleList)][0]  # noqa: RUF015
-    head = getattr(one.model, "lm_head", None) or [*one.model.children()][-1]
+    layer, head = one.layers[0][-1], getattr(one.model, "lm_head", None) or [*one.model.children()][-1]
 
     def throw(*_: Any) -> None:
         raise Broken if one.model.training else RuntimeError("inside")
 
     with one.patch():
-        for part in (layers[-1], [*layers[-1].children()][-1], head):
+        for part in (layer, [*layer.children()][-1], head):
             for register in HOOKS[:2] if part is head else HOOKS:
                 hook = getattr(part, register)(throw)
                 for mode in (False, True):
@@ -379,8 +325,6 @@ def test_backward_after_unpatch(family: str, options: dict[str, Any], reentrant:
         with pytest.raises(ValueError, match=r"Call backward\(\) before unpatch\(\)"):
             loss.backward()
     assert apart(want, gradients(twin)) < EXACT
-    with tritonpack.patch(model, **options):
-        assert apart(want, gradients(model)) < EXACT
 
 
 # Configurations and modules that are shared
@@ -389,28 +333,24 @@ def test_backward_after_unpatch(family: str, options: dict[str, Any], reentrant:
 @pytest.mark.parametrize("family", ["llama", "bloom"])  # attention in transformers' interface, and outside of it
 def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
     policy = build(family)
-    stock = copy.deepcopy(policy.config)
-    reference, other = type(policy)(policy.config).double().eval(), type(policy)(stock).double().eval()
-    other.load_state_dict(reference.state_dict())
-    row = call_of()["input_ids"]
-    expected, apart_ = reference(row).logits, alone(reference, gradients=False)
+    reference, stock = type(policy)(policy.config).double().eval(), policy.config._attn_implementation
+    row, expected = call_of()["input_ids"], alone(reference, gradients=False)
     one = tritonpack.patch(policy)
     message = r"shares its configuration.* with a patched model.*copy\.deepcopy\(config\).*for this model, too"
     with pytest.raises(ValueError, match=message):
         reference(row)
-    assert torch.equal(other(row).logits, expected)
     two = tritonpack.patch(reference)
     one.unpatch()
-    require_exact(reference, apart_)
+    calls.require_exact(reference, expected)
     two.unpatch()
-    assert torch.equal(reference(row).logits, expected)
-    assert policy.config._attn_implementation == stock._attn_implementation
+    assert reference(row).logits.isfinite().all()
+    assert policy.config._attn_implementation == stock
 
 
 ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the model"
 
 
-def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) -> PreTrainedModel:
+def llama(kind: Any = LlamaForCausalLM, config: Any = None) -> Any:
     return kind(config or zoo.tiny_config("llama")).double().eval()
 
 
@@ -418,7 +358,7 @@ def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) ->
 def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
     """A head that is built from a patched model's configuration is patched by name. Then it gets the patched model."""
     model = llama()
-    own_config, before, expected = copy.deepcopy(model.config), state(model), alone(model, gradients=False)
+    own_config, before = copy.deepcopy(model.config), state(model)
     handle = tritonpack.patch(model)
     head = llama(LlamaForTokenClassification, model.config if by_name else own_config)
     head.model = model.model
@@ -430,12 +370,11 @@ def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
         with pytest.raises(ValueError, match=ON_A_PATCHED_PART):
             function(head)
     assert state(model) == during
-    require_exact(model, expected)
     handle.unpatch()
     if by_name:
         tritonpack.unpatch(head)
     with tritonpack.patch(head):  # the remedy
-        require_exact(head, alone(head, gradients=False))
+        calls.require_exact(head, alone(head, gradients=False))
     assert state(model) == before
 
 
@@ -451,12 +390,84 @@ def test_a_replaced_part_is_refused_and_a_wrapped_one_is_not() -> None:
     old, new, expected = model.model, llama(LlamaModel), alone(model, gradients=False)
     with tritonpack.patch(model):
         model.model = Wrapper({"inner": old})
-        require_exact(model, expected)
-        for arguments in (call_of(), call_of("offsets_alone"), {"input_ids": call_of()["input_ids"]}):
+        calls.require_exact(model, expected)
+        for form in ("position_ids", "offsets_alone"):
             model.model = new
             with pytest.raises(UnsupportedModelError, match=r"LlamaModel.*replaced since.*tritonpack\.patch"):
-                model(**arguments)
+                model(**call_of(form))
             model.model = old
-            model(**arguments)
+            model(**call_of(form))
         model.model = new
     assert (is_patched(model), is_patched(old), old.config._attn_implementation) == (False, False, "sdpa")
+
+
+# Models with attn_implementation="tritonpack"
+
+UNTOUCHED = """
+import importlib, pkgutil, sys, transformers.trainer, transformers.models.llama.modeling_llama
+from transformers import AttentionInterface, AttentionMaskInterface
+
+def state():
+    homes = {name: vars(sys.modules[name]) for name in BEFORE}
+    kinds = {x: dict(vars(x)) for home in homes.values() for x in [*home.values()] if isinstance(x, type)}
+    found = {f"{name}.{key}": id(x) for name, home in homes.items() for key, x in [*home.items()]}
+    found |= {f"{kind}.{key}": id(x) for kind, own in kinds.items() for key, x in own.items() if "_abc" not in key}
+    return found | {"names": [*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping]}
+
+BEFORE = [name for name in sys.modules if name.split(".")[0] == "transformers"]
+before = state()
+import tritonpack
+for module in pkgutil.walk_packages(tritonpack.__path__, "tritonpack."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+after = state()
+print([key for key in before if after.get(key) != before[key]])
+tritonpack.register()
+print([key for key, one in state().items() if before.get(key) != one] != [])
+"""
+
+
+@pytest.mark.slow
+def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInterpreters) -> None:
+    """The comparison does find the changes by `register`."""
+    result = fresh.run(UNTOUCHED)
+    assert result.stdout.split("\n")[:-1] == ["[]", "True"], result.stderr
+
+
+def test_a_model_that_has_the_name_is_patched(tmp_path: Any) -> None:
+    """As by `patch`, at the end of its construction; a whole model has one patch, and unpatching finds it."""
+    stock = tiny_model("mistral")
+    expected = alone(stock)
+    stock.save_pretrained(tmp_path)
+    options = {"attn_implementation": "tritonpack", "dtype": torch.float64}
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path, **options), tiny_model("mistral", attention="tritonpack"),
+    ):  # fmt: skip
+        assert model.config._attn_implementation == "tritonpack"
+        before = state(model)
+        calls.require_exact(model, expected)
+        with tritonpack.patch(model) as handle:
+            assert handle.report.replaced == "tritonpack"
+            calls.require_exact(model, expected)
+        assert state(model) == before
+        model.post_init()  # a subclass may call it again
+        assert state(model) == before
+        model.save_pretrained(tmp_path / "again")
+        assert not [path for path in (tmp_path / "again").glob("*.json") if "tritonpack" in path.read_text()]
+        tritonpack.unpatch(model)
+        assert not is_patched(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon", "gptj", "git", "roformer", "openai-gpt", "qwen3_next"])
+def test_set_attn_implementation_patches_and_unpatches(kind: str) -> None:
+    """Some models look the name up in a table of their own classes, and some ignore it."""
+    model = zoo.tiny_model(kind, dtype=torch.float64)
+    before, expected = state(model), alone(model, gradients=False)
+    for name in ("tritonpack", "sdpa" if kind in ("llama", "qwen3_next") else "eager"):
+        model.set_attn_implementation(name)
+        assert is_patched(model) == (name == "tritonpack")
+        if name == "tritonpack":
+            calls.require_exact(model, expected)
+    if kind in ("llama", "qwen3_next"):
+        assert state(model) == before
+    calls.require_exact(zoo.tiny_model(kind, dtype=torch.float64, attention="tritonpack"), expected)

@@ -12,18 +12,13 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, relative
-from tests.patches.comparison import apart, gradients_of
 from tests.patches.sweep.forms import FORMS
-from tritonpack.testing import check_isolation
+from tests.patches.zoo import apart, gradients_of
 
 IMAGE, BEGIN, END, SOUND = 60, 58, 59, 62
 PER_TOKEN = ("input_ids", "mm_token_type_ids", "token_type_ids")
 Call = dict[str, Tensor]
 Made = tuple[PreTrainedModel, list[Call]]  # a model, and a call for each document
-
-
-def build(model_type: str, kind: str, attention: str | None = None, **config: Any) -> PreTrainedModel:
-    return zoo.tiny_model(model_type, kind=kind, dtype=torch.float64, attention=attention, **config)
 
 
 def floats(*shape: int) -> Tensor:
@@ -45,14 +40,12 @@ QWEN = {
     "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL",
     "qwen2_5_omni_thinker": "Qwen2_5OmniThinker", "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinker",
 }  # fmt: skip
-ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
-VISION = {
-    "depth": 1, "window_size": 16, "fullatt_block_indexes": [0], "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-}  # fmt: skip
-AUDIO = {
-    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8,
-    "output_dim": 32,
+PARTS = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}},
+    "vision_config": {"depth": 1, "window_size": 16, "fullatt_block_indexes": [0], "num_position_embeddings": 64,
+                      "deepstack_visual_indexes": [0]},
+    "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+                     "num_mel_bins": 8, "output_dim": 32},
 }  # fmt: skip
 TOKENS = {
     "image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": BEGIN, "vision_end_token_id": END,
@@ -61,9 +54,8 @@ TOKENS = {
 
 
 def qwen_model(family: str, attention: str | None = None) -> PreTrainedModel:
-    parts: dict[str, Any] = {"text_config": {"rope_parameters": ROPE}, "vision_config": VISION}
-    parts |= {"audio_config": AUDIO} if "omni" in family else {}
-    model = build(family, f"{QWEN[family]}ForConditionalGeneration", attention, **parts)
+    parts = {name: part for name, part in PARTS.items() if "omni" in family or name != "audio_config"}
+    model = zoo.build(f"{QWEN[family]}ForConditionalGeneration/{family}", attention=attention, **parts)
     for token, number in TOKENS.items():
         setattr(model.config, token, number)
     return model
@@ -76,22 +68,12 @@ def qwen_call(family: str, ids: Tensor, height: int, width: int) -> Call:
 
 
 def qwen(family: str = "qwen2_vl", attention: str | None = None) -> Made:
-    """One image in each document."""
-    model = qwen_model(family, attention)
-    return model, [qwen_call(family, document(h * w // 4), h, w) for h, w in ((4, 6), (6, 4), (4, 4))]
-
-
-def side_by_side() -> Made:
-    """An image at the end of a document, and one at the beginning of the next."""
-    model, image = qwen_model("qwen2_vl"), torch.full((1, 6), IMAGE)
-    documents = [torch.cat([text(3), image], 1), torch.cat([image, text(4)], 1)]
-    pairs = zip(documents, ((4, 6), (6, 4)), strict=True)
-    return model, [qwen_call("qwen2_vl", ids, h, w) for ids, (h, w) in pairs]
-
-
-def without_images() -> Made:
-    model = qwen_model("qwen2_vl")
-    return model, [{"input_ids": text(n)} for n in (7, 1, 4)]
+    """One image in each document; of Qwen 2 at the end of a document, and at the beginning of the next."""
+    model, sizes, image = qwen_model(family, attention), ((4, 6), (6, 4), (4, 4)), torch.full((1, 6), IMAGE)
+    ids = [document(h * w // 4) for h, w in sizes]
+    if family == "qwen2_vl":
+        ids[:2] = torch.cat([text(3), image], 1), torch.cat([image, text(4)], 1)
+    return model, [qwen_call(family, one, *size) for one, size in zip(ids, sizes, strict=True)]
 
 
 def sounds(family: str) -> Made:
@@ -109,7 +91,7 @@ def gemma(attention: str | None = None) -> Made:
     """One image in the first and last document, two in the middle; windows shorter than an image."""
     tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END}
     vision = {"image_size": 16}
-    model = build("gemma3", "Gemma3ForConditionalGeneration", attention, vision_config=vision, **tokens)
+    model = zoo.build("Gemma3ForConditionalGeneration/gemma3", attention=attention, vision_config=vision, **tokens)
     calls = []
     for number in (1, 2, 1):
         ids = document(*[4] * number)
@@ -118,32 +100,25 @@ def gemma(attention: str | None = None) -> Made:
     return model, calls
 
 
-def prompts() -> list[Call]:
+def pali(family: str = "gemma", kind: str = "PaliGemmaForConditionalGeneration/paligemma", **config: Any) -> Made:
     """By token_type_ids, image and prompt of a document see each other, and its answer is causal."""
+    parts: dict[str, Any] = {"image_token_index": IMAGE, "text_config": zoo.tiny_config(family, **config)}
+    if "colpali" in kind:
+        parts = {"vlm_config": zoo.tiny_config("paligemma", image_token_index=IMAGE), "embedding_dim": 8}
     calls = []
     for prompt, answer in ((3, 4), (1, 7), (6, 1)):
         ids = torch.cat([torch.full((1, 4), IMAGE), text(prompt + answer)], dim=1)
         types = (torch.arange(ids.shape[1]) >= 4 + prompt).long()[None]
         calls.append({"input_ids": ids, "token_type_ids": types, "pixel_values": floats(1, 3, 8, 8)})
-    return calls
-
-
-def pali(family: str = "gemma", **config: Any) -> Made:
-    text_config = zoo.tiny_config(family, **config)
-    kind = "PaliGemmaForConditionalGeneration"
-    return build("paligemma", kind, image_token_index=IMAGE, text_config=text_config), prompts()
-
-
-def colpali() -> Made:
-    pali_config = zoo.tiny_config("paligemma", image_token_index=IMAGE)
-    return build("colpali", "ColPaliForRetrieval", vlm_config=pali_config, embedding_dim=8), prompts()
+    return zoo.build(kind, **parts), calls
 
 
 MODELS: dict[str, Callable[[], Made]] = {
     **{family: lambda family=family: qwen(family) for family in QWEN},
     **{f"sounds {family}": lambda family=family: sounds(family) for family in QWEN if "omni" in family},
-    "side by side": side_by_side, "text": without_images, "gemma3": gemma, "paligemma": pali,
-    "paligemma2": lambda: pali("gemma2"), "colpali": colpali,
+    "text": lambda: (qwen_model("qwen2_vl"), [{"input_ids": text(n)} for n in (7, 1, 4)]),
+    "gemma3": gemma, "paligemma": pali, "paligemma2": lambda: pali("gemma2"),
+    "colpali": lambda: pali(kind="ColPaliForRetrieval/colpali"),
 }  # fmt: skip
 
 
@@ -182,7 +157,7 @@ def test_documents_with_images_and_sounds(name: str, attention: Any) -> None:
     gradients = gradients_of(model, expected) if "pali" in name else None
     for form in TOLD:
         batch, call = call_in(form, calls)
-        if form == "position_ids" and name not in ("text", "side by side"):  # stock takes both for one image
+        if form == "position_ids" and name not in ("text", "qwen2_vl"):  # stock takes both for one image
             unmarked = {key: x for key, x in call.items() if key != "position_ids"}
             assert relative(expected, batch.gather(main_of(model(**unmarked)))) > 0.1
         with tritonpack.patch(model, attention=attention) as handle:
@@ -213,16 +188,6 @@ def test_positions_of_three_axes() -> None:
             assert relative(expected, model(**call).logits[0]) < EXACT
 
 
-def test_embeddings_and_equal_rows_of_text() -> None:
-    model, calls = without_images()
-    expected, (_, call) = alone(model, calls), call_in("position_ids", calls)
-    embeddings = model.get_input_embeddings()(call.pop("input_ids"))
-    rows = {"input_ids": calls[0]["input_ids"].repeat(2, 1), "position_ids": torch.arange(7).expand(2, -1)}
-    with tritonpack.patch(model):
-        assert relative(expected, model(inputs_embeds=embeddings, **call).logits[0]) < EXACT
-        assert relative(expected[:7], model(**rows).logits[1]) < EXACT
-
-
 @pytest.mark.parametrize("make", [gemma, lambda attention: qwen("qwen2_5_vl", attention)], ids=["gemma3", "qwen2_5_vl"])
 def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Callable[[str], Made]) -> None:
     """A tower whose rows are images, and one that takes images of different sizes in one row, with offsets."""
@@ -250,32 +215,18 @@ def test_a_call_without_types_is_refused() -> None:
                 assert relative(expected, model(**row).logits) < EXACT
 
 
-def test_isolation_is_checked_with_prompts() -> None:
-    model = pali()[0].float()
-    with pytest.raises(tritonpack.IsolationError):
-        check_isolation(model)
-    with tritonpack.patch(model):
-        check_isolation(model)
-
-
-GENERATING = {"qwen": qwen, "gemma": gemma, "pali": pali, "pali of gemma2": lambda: pali("gemma2")}
-
-
-@pytest.mark.parametrize(("kind", "cache"), [*((kind, "dynamic") for kind in GENERATING), ("gemma", "static")])
-def test_generation(kind: str, cache: str) -> None:
+@pytest.mark.parametrize("make", [qwen, gemma, pali])
+def test_generation(make: Callable[[], Made]) -> None:
     """After an image, and of a batch of prompts that is padded on the left."""
-    model, calls = GENERATING[kind]()
+    model, calls = make()
     call: dict[str, Any] = dict(calls[0])
-    if "pali" in kind:
-        _, call = call_in("padded_left", calls)
+    if make is pali:
+        call = call_in("padded_left", calls)[1] | {"position_ids": None}
         call["token_type_ids"] *= 0
-        del call["position_ids"]
-    options = {
-        "max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "disable_compile": True,
-        "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
-    expected = model.generate(**call, **options)
+    options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True, "eos_token_id": -1}
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**call, **options, **outputs)
     with tritonpack.patch(model):
-        got = model.generate(**call, **options)
+        got = model.generate(**call, **options, **outputs)
     assert torch.equal(expected.sequences, got.sequences)
     assert relative(torch.stack(expected.logits), torch.stack(got.logits)) < EXACT

@@ -25,20 +25,19 @@ MIXED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": torch.tensor
 DEEPSPEED = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 
-@contextlib.contextmanager
-def replaced(name: str, home: str) -> Iterator[None]:
-    """Replace an attention function as DeepSpeed does: by a function under the same name, which drops the mask."""
+def replace(patch: pytest.MonkeyPatch, name: str, home: str) -> None:
+    """Replace an attention function as DeepSpeed does, by one under the same name which drops the mask; or remove
+    it, as in a process that unpickled a patched model."""
     core = ALL_ATTENTION_FUNCTIONS[name]
 
     def uattn_wrapper(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         return core(module, query, key, value, None, **kwargs)
 
     uattn_wrapper.__module__ = home
-    ALL_ATTENTION_FUNCTIONS[name] = uattn_wrapper
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+    functions = {**ALL_ATTENTION_FUNCTIONS._global_mapping, name: uattn_wrapper}
+    patch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", functions)
+    if not home:
+        del functions[name]
 
 
 ULYSSES = r"Ulysses.*tritonpack\.SequenceParallel"
@@ -52,17 +51,21 @@ REPLACED: list[tuple[str, str, Any, str, str]] = [
     ("flash_attention_2", DEEPSPEED, "tritonpack", ALL, "Ulysses"),
     ("sdpa", "another.library", "tritonpack", ALL, ""),
     ("tritonpack", "another.library", "tritonpack", "llama", r"'tritonpack' was replaced by another\.library\."),
+    ("tritonpack", "", "tritonpack", "llama", r"'tritonpack' isn't registered in this process; call tritonpack\.regis"),
 ]
 
 
 @pytest.mark.parametrize(("name", "home", "attention", "families", "words"), REPLACED)
-def test_replaced_functions(name: str, home: str, attention: Any, families: str, words: str) -> None:
+def test_replaced_functions(
+    name: str, home: str, attention: Any, families: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for family in families.split():
         model = tiny_model(family)
         with tritonpack.patch(model, attention=attention):
             expected = model(**MIXED).logits
             refused = pytest.raises(UnsupportedModelError, match=words) if words else contextlib.nullcontext()
-            with replaced(name, home), refused:
+            with monkeypatch.context() as patched, refused:
+                replace(patched, name, home)
                 assert torch.equal(model(**MIXED).logits, expected)
             assert torch.equal(model(**MIXED).logits, expected)
 
@@ -77,7 +80,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("attention", "family"),
-    [("tritonpack", "llama"), ("tritonpack", "falcon"), ("tritonpack", "mamba"), ("sdpa", "llama"), ("eager", "llama")],
+    [*(("tritonpack", family) for family in ALL.split()), ("sdpa", "llama"), ("eager", "llama")],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_context_parallelism(mesh: Any, attention: Any, family: str, compiled: bool) -> None:

@@ -1,9 +1,7 @@
 """Every class agrees with what the sweep has found of it; the sweep's judge, its results and their pages are right."""
 
 import contextlib
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches import table, zoo
-from tests.patches.sweep import forms, results, running
+from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, no_text
-from tests.patches.sweep.judging import Trial
+from tests.patches.sweep.judging import Trial, judge_case
 from tests.patches.sweep.results import OPTIONS, Row
-from tests.patches.sweep.running import judge_case, takes_options
 from tests.patches.sweep.subject import Subject
 from tritonpack.patches import compact
 from tritonpack.patches.measuring import quiet
@@ -28,33 +25,32 @@ ROOT = Path(__file__).parents[2]
 CASES = {case.key: case for case in cases()}
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 BUILT = sorted(key for key in CASES if (row := STORED.get((key, "patch"))) and row.verdict not in results.NEVER)
-CAUSAL = [key for key in BUILT if takes_options(CASES[key])]
+CAUSAL = [key for key in BUILT if CASES[key].takes_options]
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
 
 # Every class
 
 # Classes that differ most from each other: (class, how).
-FEW = (
-    "LayoutLMv2ForTokenClassification/layoutlmv2-patch", "LayoutLMv3Model/layoutlmv3-patch", "LukeModel/luke-patch",
-    "FlaubertModel/flaubert-patch", "Gemma3nForCausalLM/gemma3n_text-patch", "XLNetLMHeadModel/xlnet-patch",
-    "XLMWithLMHeadModel/xlm-patch", "ZayaForCausalLM/zaya-patch", "MixtralForCausalLM/mixtral-name",
-    "BertForSequenceClassification/bert-patch", "BltForCausalLM/blt-unpad", "GptOssForCausalLM/gpt_oss-share_prefixes",
-    "Llama4ForCausalLM/llama4_text-unpad", "Qwen3NextForCausalLM/qwen3_next-share_prefixes",
-    "T5ForConditionalGeneration/t5-patch", "BartForConditionalGeneration/bart-name",
-    "SeamlessM4Tv2ForTextToText/seamless_m4t_v2-patch", "MBartForQuestionAnswering/mbart-patch",
-    "BertModel/bert-patch", "AlbertForPreTraining/albert-patch", "GPTNeoForTokenClassification/gpt_neo-patch",
-    "BertForMultipleChoice/bert-patch", "Qwen3MoeForQuestionAnswering/qwen3_moe-patch",
-    "ColModernVBertForRetrieval/colmodernvbert-patch", "LlamaForCausalLM/llama-patch", "Qwen2ForCausalLM/qwen2-patch",
-    "MistralForCausalLM/mistral-share_prefixes", "MixtralForCausalLM/mixtral-patch", "MixtralForCausalLM/mixtral-unpad",
-    "PhimoeForCausalLM/phimoe-patch", "Gemma2ForCausalLM/gemma2-patch", "Mamba2ForCausalLM/mamba2-unpad",
-    "JambaForCausalLM/jamba-patch", "GPT2LMHeadModel/gpt2-share_prefixes",
-    *(f"{key}-patch" for key in BUILT[3::140]),
-)  # fmt: skip
+FEW = """
+    MixtralForCausalLM/mixtral-name BltForCausalLM/blt-unpad GptOssForCausalLM/gpt_oss-share_prefixes
+    Llama4ForCausalLM/llama4_text-unpad Qwen3NextForCausalLM/qwen3_next-share_prefixes
+    BartForConditionalGeneration/bart-name MistralForCausalLM/mistral-share_prefixes
+    MixtralForCausalLM/mixtral-unpad Mamba2ForCausalLM/mamba2-unpad GPT2LMHeadModel/gpt2-share_prefixes
+    LayoutLMv2ForTokenClassification/layoutlmv2-patch LayoutLMv3Model/layoutlmv3-patch LukeModel/luke-patch
+    FlaubertModel/flaubert-patch Gemma3nForCausalLM/gemma3n_text-patch XLNetLMHeadModel/xlnet-patch
+    XLMWithLMHeadModel/xlm-patch ZayaForCausalLM/zaya-patch BertForSequenceClassification/bert-patch
+    T5ForConditionalGeneration/t5-patch SeamlessM4Tv2ForTextToText/seamless_m4t_v2-patch
+    MBartForQuestionAnswering/mbart-patch BertModel/bert-patch AlbertForPreTraining/albert-patch
+    GPTNeoForTokenClassification/gpt_neo-patch BertForMultipleChoice/bert-patch
+    Qwen3MoeForQuestionAnswering/qwen3_moe-patch ColModernVBertForRetrieval/colmodernvbert-patch
+    LlamaForCausalLM/llama-patch Qwen2ForCausalLM/qwen2-patch MixtralForCausalLM/mixtral-patch
+    PhimoeForCausalLM/phimoe-patch Gemma2ForCausalLM/gemma2-patch JambaForCausalLM/jamba-patch
+    """
 TRIED = [(key, how) for key in BUILT for how in ("patch", "name", *(OPTIONS if key in CAUSAL else ()))]
 
 
 @pytest.mark.parametrize(("key", "how"), TRIED, ids=[f"{key}-{how}" for key, how in TRIED])
-@pytest.mark.fast(*FEW)
+@pytest.mark.fast(*FEW.split(), *(f"{key}-patch" for key in BUILT[3::140]))
 def test_a_class_agrees_with_the_table(key: str, how: str) -> None:
     stored = STORED[key, how]
     with quiet():
@@ -135,8 +131,7 @@ def changed(change: Callable[[Any], Any], where: str = "lm_head") -> Any:
     return patch
 
 
-def without(model: nn.Module) -> Any:
-    return contextlib.nullcontext()
+without = contextlib.nullcontext  # a patch that does nothing
 
 
 def raising(error: Exception, rows: int = 1) -> Callable[[Tensor], Tensor]:
@@ -148,10 +143,8 @@ def raising(error: Exception, rows: int = 1) -> Callable[[Tensor], Tensor]:
     return check
 
 
-def more_loss(output: Any) -> Any:
-    if output.aux_loss is not None:
-        output.aux_loss = output.aux_loss + 1e-3
-    return output
+def add_to_loss(output: Any) -> None:
+    output.aux_loss = output.aux_loss and output.aux_loss + 1e-3
 
 
 def half_a_gradient(output: Tensor) -> Tensor:
@@ -173,7 +166,7 @@ JUDGED: list[tuple[str, str, Any, dict[str, str]]] = [
     (LLAMA, "patch", changed(raising(RuntimeError("broken"))), {"position_ids": "error"}),
     ("LlamaForSequenceClassification/llama", "patch", without, {"position_ids": "wrong", "padded_right": "exact"}),
     ("BertModel/bert", "patch", without, {"position_ids": "wrong", "padded_left": "stock"}),
-    ("MixtralForCausalLM/mixtral", "patch", changed(more_loss, ""),
+    ("MixtralForCausalLM/mixtral", "patch", changed(add_to_loss, ""),
      {"position_ids": "exact", "loss_position_ids": "wrong"}),
     (LLAMA, "unpad", changed(lambda x: x + 1e-3),
      {form: "exact" if form in LOSSES else "wrong" for form in forms.COMPACTED}),
@@ -199,36 +192,16 @@ def test_padded_batches_that_save_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert "ran on 57 of 88 tokens, and 33 would do" in row.reason
 
 
-@pytest.mark.slow
-def test_a_crash_and_a_hang_cost_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    does: dict[str, Callable[[], Any]] = {"crash": lambda: os._exit(3), "hang": lambda: time.sleep(600)}
-
-    def judge(given: Case, **options: Any) -> list[Row]:
-        does.get(given.name, int)()
-        return [Row(given.key, "patch", "exact")]
-
-    monkeypatch.setattr(running, "judge_case", judge)
-    rows = running.run([Case(name, "a", ()) for name in ("first", *does, "last")], jobs=2, limit=2.0)
-    assert {row.key: row.reason for row in rows} == {
-        "first/a": "", "crash/a": "its process ended with 3", "hang/a": "it took more than 2 seconds", "last/a": "",
-    }  # fmt: skip
-
-
 def test_saved_rows_are_loaded_unchanged(tmp_path: Path) -> None:
-    for i, verdicts in enumerate(
-        (
-            {},
-            dict.fromkeys(forms.ALL, "exact"),
-            {form: "exact" for form in forms.ALL if form not in forms.LOSSES},
-            {**dict.fromkeys(forms.ALL, "wrong"), "two_rows": "exact", "loss_collator": "refused"},
-        )
-    ):
+    exact, wrong = dict.fromkeys(forms.ALL, "exact"), dict.fromkeys(forms.ALL, "wrong")
+    without_losses = {form: verdict for form, verdict in exact.items() if form not in forms.LOSSES}
+    for verdicts in ({}, exact, without_losses, {**wrong, "two_rows": "exact", "loss_collator": "refused"}):
         row = Row("A/b", "patch", "exact", "why", verdicts, 1e-7, "note", "dense", True, True, 1.2)
-        results.save([row], tmp_path / str(i))
-        assert results.load(tmp_path / str(i)) == [row]
+        results.save([row], tmp_path)
+        assert results.load(tmp_path) == [row]
     for how, verdict in (("patch", "wrong"), ("name", "exact"), ("patch", "exact")):
-        results.append(Row("A/b", how, verdict), tmp_path / "rows")
-    last = {row.how: row.verdict for row in results.load(tmp_path / "rows")}
+        results.append(Row("A/b", how, verdict), tmp_path)
+    last = {row.how: row.verdict for row in results.load(tmp_path)}
     assert last == {"name": "exact", "patch": "exact"}, "the last row of a class counts"
 
 
@@ -246,15 +219,6 @@ def test_shown_classes(tmp_path: Path) -> None:
 
 # The models
 
-# What a feature is widened to; only those that a row made narrow are tried.
-WIDER = {
-    "sliding_window": 64, "sliding_window_size": 64, "attention_window_size": 64, "local_attention": 128,
-    "local_attention_window_len": 64, "window_size": 64, "keep_window_size": 64, "attention_chunk_size": 64,
-    "index_topk": 64, "index_topk_blocks": 64, "indexer_budget": 64, "rel_extent": 64, "floor_scale": 64,
-    "log_scaling_n_floor": 64, "attn_logit_softcapping": 64.0, "final_logit_softcapping": 64.0,
-    "logits_soft_cap": 64.0,
-}  # fmt: skip
-WITHOUT_WINDOW = {"moshi", "nemotron_h"}  # their configuration names a window that their masks don't have
 # Parameters whose part is over-looked most easily.
 SUBTLE = ("sink", "A_log", "dt_bias", "time_", "conv", "decay", "recurrent", "relative_attention_bias")
 
@@ -262,7 +226,7 @@ SUBTLE = ("sink", "A_log", "dt_bias", "time_", "conv", "decay", "recurrent", "re
 @pytest.mark.parametrize("name", [*zoo.EXACT, *zoo.VARIANTS])
 @pytest.mark.fast("bart", "gemma2", "gpt_oss", "llama4_text", "mistral", "qwen3_next", "gemma-bidirectional")
 def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> None:
-    """Tokens change later ones, every subtle parameter has gradients, and every small window or limit has an effect."""
+    """Tokens change later ones, and every subtle parameter has gradients."""
     model, (ids,) = zoo.tiny_model(name), zoo.documents((20,))
 
     def run(model: Any) -> Tensor:
@@ -274,12 +238,6 @@ def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> Non
     if parameters := [p for n, p in model.named_parameters() if any(part in n for part in SUBTLE)]:
         gradients = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
         assert all(g is None or g.any() for g in gradients)
-    expected = run(model).detach()
-    whole = type(model.config) is type(zoo.tiny_config(name))  # a part has a row of its own
-    fields = {key for key in WIDER if whole and hasattr(model.config, key)}
     with torch.no_grad():
-        for key in (key for key in fields if (getattr(model.config, key) or 64) < 64):
-            felt = (run(zoo.tiny_model(name, **{key: WIDER[key]})) - expected).abs().max() > 3e-3 * expected.abs().max()
-            assert felt != (key == "sliding_window" and name in WITHOUT_WINDOW), key
         ids[0, 0] = zoo.FIRST_TOKEN + (ids[0, 0] - zoo.FIRST_TOKEN + 17) % 58
-        assert (run(model) - expected)[3].abs().max() > 3e-3 * expected.abs().max()
+        assert (run(model) - logits)[3].abs().max() > 3e-3 * logits.abs().max()

@@ -25,10 +25,7 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them as JSON; returns whether one passed, none failed.
-
-    The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
-    """
+    """Run the checks, print a table, and write the results as JSON; returns whether one passed and none failed."""
     require_writable(path)
     for name in dtypes:
         check_choice(name, ("float32", "float16", "bfloat16"), "--dtype")
@@ -44,11 +41,7 @@ def examine(
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names; the module may lie in the working directory.
-
-    Raises:
-        ValueError: the module can't be imported, or has no such function.
-    """
+    """The function that "module:function" names; the module may lie in the working directory."""
     if not all(name.partition(":")):
         raise ValueError(f"name the function as module:function, such as flash_attn:flash_attn_func; got {name!r}")
     if os.getcwd() not in sys.path:

@@ -18,7 +18,7 @@ from examples.demo.measuring import Measurements, Step, in_turns, measure
 from examples.demo.training import Settings, build_model
 from tritonpack import pack_tree, patch
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.columns import IGNORED_LABEL
+from tritonpack.packing.collator import IGNORED_LABEL
 from tritonpack.patches.patching import Patch
 
 Way = Literal["padded", "packed", "shared", "tree"]

@@ -19,12 +19,9 @@ PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING_NAMES"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A class of transformers, built from the configuration of one model type.
+    """A class of transformers, built from the configuration of one model type, a key of CONFIG_MAPPING.
 
-    Attributes:
-        name: the name of the class.
-        model_type: a key of transformers' CONFIG_MAPPING.
-        mappings: the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
+    `mappings` are the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
     """
 
     name: str
@@ -35,38 +32,27 @@ class Case:
     def key(self) -> str:
         return f"{self.name}/{self.model_type}"
 
-
-@functools.cache
-def mappings() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return {mapping: {model type: names of classes}} of transformers, without importing any class."""
-    found = {}
-    for name, mapping in vars(modeling_auto).items():
-        if not name.endswith(SUFFIX) or not name.startswith("MODEL_"):
-            continue
-        short = name.removeprefix(PREFIX).removesuffix(SUFFIX) if name.startswith(PREFIX) else "BASE"
-        found[short] = {
-            kind: tuple(names) if isinstance(names, (tuple, list)) else (names,) for kind, names in mapping.items()
-        }
-    return found
+    @property
+    def takes_options(self) -> bool:
+        """Whether it is tried with `unpad` and `share_prefixes`: causal language models are."""
+        return "CAUSAL_LM" in self.mappings
 
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return every pair of class and model type once, grouped by type."""
+    """Return every pair of class and model type once, grouped by type, without importing any class."""
     homes: dict[tuple[str, str], list[str]] = {}
-    for mapping, kinds in mappings().items():
-        for kind, names in kinds.items():
-            for name in names:
-                homes.setdefault((kind, name), []).append(mapping)
+    for mapping, kinds in vars(modeling_auto).items():
+        if mapping.startswith("MODEL_") and mapping.endswith(SUFFIX):
+            short = mapping.removeprefix(PREFIX).removesuffix(SUFFIX) if mapping.startswith(PREFIX) else "BASE"
+            for kind, names in kinds.items():
+                for name in names if isinstance(names, (tuple, list)) else (names,):
+                    homes.setdefault((kind, name), []).append(short)
     return tuple(Case(name, kind, tuple(found)) for (kind, name), found in sorted(homes.items()))
 
 
 def load(case: Case) -> Any:
-    """Return the class itself.
-
-    Raises:
-        ImportError: transformers has no such class, or a library that it needs isn't installed.
-    """
+    """Return the class itself; raise ImportError if it, or a library that it needs, is missing."""
     cls = getattr(transformers, case.name, None)
     if cls is None:
         raise ImportError(f"transformers {transformers.__version__} names {case.name} in a mapping and doesn't have it")
@@ -74,17 +60,10 @@ def load(case: Case) -> Any:
     return cls
 
 
-# Parameters by which a forward takes text.
-IDS = ("input_ids", "decoder_input_ids")
-
-# Classes with such a parameter that isn't given text.
-STEP = "its decoder_input_ids are the one token of a decoding step"
-NOT_TEXT: dict[str, str] = {
-    "Nemotron3_5AsrForRNNT": STEP,
-    "NemotronAsrStreamingForRNNT": STEP,
-    "ParakeetForRNNT": STEP,
-    "ParakeetForTDT": STEP,
-}
+IDS = ("input_ids", "decoder_input_ids")  # parameters by which a forward takes text
+# Classes with such a parameter that isn't given text, and why.
+ONE_STEP = ("Nemotron3_5AsrForRNNT", "NemotronAsrStreamingForRNNT", "ParakeetForRNNT", "ParakeetForTDT")
+NOT_TEXT = dict.fromkeys(ONE_STEP, "its decoder_input_ids are the one token of a decoding step")
 
 
 def no_text(cls: Any) -> str | None:
@@ -94,10 +73,8 @@ def no_text(cls: Any) -> str | None:
     """
     if why := NOT_TEXT.get(cls.__name__):
         return why
-    names = inspect.signature(cls.forward).parameters
-    if any(name in names for name in IDS):
-        return None
-    return "its forward has no input_ids"
+    takes_ids = any(name in inspect.signature(cls.forward).parameters for name in IDS)
+    return None if takes_ids else "its forward has no input_ids"
 
 
 class NotBuiltError(Exception):
@@ -105,11 +82,7 @@ class NotBuiltError(Exception):
 
 
 def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call.
-
-    Raises:
-        NotBuiltError: with the reason.
-    """
+    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call."""
     load(case)
     name = "jev" if case.name == "JevForDecision" else case.model_type
     try:

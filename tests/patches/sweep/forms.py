@@ -71,9 +71,8 @@ def _collated(documents: list[Tensor]) -> Batch:
     """Use tritonpack's own collator, with padding to a multiple of 16 tokens."""
     collator = tritonpack.PackingCollator(pad_to_multiple_of=16, pad_token_id=0)
     batch = collator([{"input_ids": document[0].tolist()} for document in documents])
-    ids = batch.pop("input_ids")
-    del batch["labels"]
-    return Batch(ids, lay_out([range(len(documents))], documents).spans, batch)
+    told = {name: x for name, x in batch.items() if name not in ("input_ids", "labels")}
+    return Batch(batch["input_ids"], lay_out([range(len(documents))], documents).spans, told)
 
 
 def _last_apart(count: int) -> Iterable[Iterable[int]]:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
-from tests.patches.sweep.classes import Case, NotBuiltError, build
+from tests.patches.sweep.classes import Case, NotBuiltError, build, load, no_text
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import Losses, expected_losses, losses_of
-from tests.patches.sweep.results import VERDICTS, Row
-from tests.patches.sweep.subject import Outputs, Subject, difference
+from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, VERDICTS, Row
+from tests.patches.sweep.subject import Losses, Outputs, Subject, difference, expected_losses, losses_of
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
 
@@ -36,23 +35,17 @@ ALIKE = ((2, 0, 4), (3, 0, 4), (4, 0, 6), (5, 1, 3), (7, 5, 7))
 
 
 class Reference:
-    """The outputs, gradients and losses of documents alone, in a model without a patch.
-
-    Args:
-        case: the class.
-        names: the forms that are tried.
-        alike: whether documents have common beginnings.
-        with_gradients: whether gradients are compared.
+    """The outputs, gradients and losses of documents alone, or `alike`, in a model without a patch.
 
     Raises:
         NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
     """
 
-    def __init__(self, case: Case, names: Iterable[str], *, alike: bool, with_gradients: bool) -> None:
+    def __init__(self, case: Case, names: Iterable[str], *, alike: bool) -> None:
         self.case, self.alike, self.notes = case, alike, list[str]()
         for dtype in (torch.float64, torch.float32):
             try:
-                self._run_alone(dtype, with_gradients)
+                self._run_alone(dtype)
                 break
             except NotBuiltError:
                 raise
@@ -74,21 +67,20 @@ class Reference:
         lower = [name for name in {*names} & {*LOW} if LOW[name] != self.dtype]
         self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
 
-    def _run_alone(self, dtype: torch.dtype, with_gradients: bool) -> None:
+    @torch.enable_grad()
+    def _run_alone(self, dtype: torch.dtype) -> None:
         self.dtype, self.subject = dtype, Subject(build(self.case, dtype=dtype), stock=True)
         self.documents = self.subject.draw(OF_GROUPS if self.alike else LENGTHS)
         for one, other, count in ALIKE if self.alike else ():
             self.documents[one][:, :count] = self.documents[other][:, :count]
-        with torch.set_grad_enabled(with_gradients):
-            found = self.subject.alone(self.documents)
+        found = self.subject.alone(self.documents)
         if not found or any(part.isnan().any() for parts in found.values() for part in parts):
             raise ValueError(f"it gives NaN, or no value for each token or document: {list(found)}")
         self.gradients: list[Tensor | None] | None = None
-        if with_gradients:
-            try:
-                self.gradients = gradients(self.subject.model, found)
-            except Exception as error:
-                self.notes.append(f"no gradients: {message(error)[:100]}")
+        try:
+            self.gradients = gradients(self.subject.model, found)
+        except Exception as error:
+            self.notes.append(f"no gradients: {message(error)[:100]}")
         self.expected = {name: [part.detach() for part in parts] for name, parts in found.items()}
 
     @torch.no_grad()
@@ -120,41 +112,28 @@ class Reference:
 
 
 class Trial:
-    """Judges patched or named models of a class.
+    """Judges patched or named models of a class in the chosen forms.
 
-    Args:
-        case: the class.
-        option: one of `results.OPTIONS`, with which causal models compute padded batches as one row; or none. Then
-            "exact" requires that no padding was computed, and no shared token twice. If results are right and tokens
-            weren't saved, the verdict is "as it is".
-        chosen: names of forms.
-        with_gradients: whether gradients are compared in forms without labels, too.
+    With an option, causal models compute padded batches as one row; then "exact" requires that no padding was computed,
+    and no shared token twice. If results are right and tokens weren't saved, the verdict is "as it is".
     """
 
-    def __init__(
-        self, case: Case, option: str = "", chosen: Iterable[str] = forms.NAMES, *, with_gradients: bool = True
-    ) -> None:
-        self.case, self.option, self.with_gradients, chosen = case, option, with_gradients, {*chosen}
+    def __init__(self, case: Case, option: str = "", chosen: Iterable[str] = forms.NAMES) -> None:
+        self.case, self.option, self.dtype, chosen = case, option, torch.float64, {*chosen}
         self.names = [name for name in (forms.COMPACTED if option else forms.ALL) if name in chosen]
         self.differentiated = forms.PADDED_BATCHES if option else WITH_GRADIENTS
         self.may_be_wrong = () if option else PADDED  # they aren't judged if a model without tritonpack is wrong
-        self.dtype = torch.float64
 
     @cached_property
     def reference(self) -> Reference:
         """It isn't computed for a class that is refused before any call."""
-        alike = self.option == "share_prefixes"
-        return Reference(self.case, self.names, alike=alike, with_gradients=self.with_gradients)
+        return Reference(self.case, self.names, alike=self.option == "share_prefixes")
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        """Judge all forms.
+        """Judge all forms of a model that packs in a context that `patch` makes.
 
         A class that can't be called, or is wrong, is judged once more as one that isn't in the table of shown classes:
         its proof should refuse it, or the calls that are wrong.
-
-        Args:
-            how: "patch", "name" or an option.
-            patch: what makes a context in which a model packs.
         """
         if self.option:
             return self._run(how, partial(patch, **{self.option: True}))
@@ -297,6 +276,33 @@ def gradients(model: nn.Module, outputs: Outputs) -> list[Tensor | None]:
     return gradients_of(model, torch.cat(found))
 
 
+def judge_case(case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.NAMES) -> list[Row]:
+    """Return the rows of one class: one for each of `hows`, or one if it takes no text or isn't built."""
+    start, trials, rows = time.perf_counter(), dict[str, Trial](), list[Row]()
+    try:
+        if why := no_text(load(case)):
+            return [Row(case.key, HOWS[0], "no text", why)]
+    except ImportError as error:
+        return [Row(case.key, HOWS[0], "not built", str(error)[:240])]
+    for how in hows_of(case, hows):
+        option = how if how in OPTIONS else ""
+        trial = trials.setdefault(option, Trial(case, option, chosen))
+        try:
+            rows.append(trial.run(how))
+        except NotBuiltError as error:
+            rows.append(Row(case.key, how, "not built", str(error)[:240], seconds=time.perf_counter() - start))
+        except Exception as error:  # it was neither patched nor refused
+            rows.append(Row(case.key, how, "error", f"when patched: {message(error)}"))
+        if len(rows) == 1 and rows[0].verdict in NEVER:
+            break
+    return rows
+
+
+def hows_of(case: Case, hows: Iterable[str]) -> list[str]:
+    """Return those of `hows` that a class is tried in."""
+    return [how for how in hows if how not in OPTIONS or case.takes_options]
+
+
 @contextmanager
 def assumed(name: str, *, shown: bool) -> Iterator[None]:
     """Put a class into the table of shown classes, or take it out."""
@@ -338,7 +344,7 @@ def message(error: BaseException) -> str:
 def means(handle: Any) -> str:
     """Describe a handle's report; empty for a model without a handle."""
     report = getattr(handle, "report", None)
-    if report is None:
-        return ""
-    told = {"dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions}
+    told = {} if report is None else {
+        "dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions,
+    }  # fmt: skip
     return ", ".join(word for word, is_told in told.items() if is_told)

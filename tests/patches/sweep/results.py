@@ -31,14 +31,11 @@ class Row:
 
     Attributes:
         key: "class/model type".
-        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, an option of `tritonpack.patch`, which is
-            tried for causal language models.
-        verdict: one of `VERDICTS`; the worst of `forms`. "wrong": a document differs from itself alone; "error": one
-            that isn't tritonpack's; "refused" by tritonpack, always; "partly": in some forms, and exact in others; "as
-            it is": exact, but an option saved no token; "stock": a form that fails without tritonpack, too, or is
-            wrong.
+        how: one of `HOWS`: by `tritonpack.patch()`, by `attn_implementation`, or with an option.
+        verdict: the worst of `forms`. "wrong": a document differs from itself alone; "error": one that isn't
+            tritonpack's; "partly": refused in some forms, exact in others; "as it is": exact, but an option saved no
+            token; "stock": a form that fails without tritonpack, too, or is wrong.
         reason: the form with the number, or the message, for any verdict but "exact".
-        forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
         note: what was left out, and why.
         means: what a patch does for the model.
@@ -64,15 +61,10 @@ class Row:
     def name(self) -> str:
         return self.key.partition("/")[0]
 
-    @property
-    def model_type(self) -> str:
-        return self.key.partition("/")[2]
-
 
 def to_line(row: Row) -> str:
     """Return a row as one line of JSON, without empty fields and with forms by verdict; most have that of `REST`."""
-    fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
-    del fields["version"]
+    fields = {name: value for name, value in dataclasses.asdict(row).items() if value and name != "version"}
     if row.forms:
         verdicts = {form: row.forms.get(form, UNTRIED) for form in _forms(row.how)}
         groups = {v: " ".join(form for form in verdicts if verdicts[form] == v) for v in {*verdicts.values()}}
@@ -80,15 +72,14 @@ def to_line(row: Row) -> str:
         fields["forms"] = dict(sorted(groups.items()))
     for name in fields.keys() & {"worst", "seconds"}:
         fields[name] = float(f"{fields[name]:.1e}")
-    return json.dumps(fields, separators=(",", ":"))
+    return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
 def from_line(line: str, version: str) -> Row:
     fields = {**json.loads(line), "version": version}
-    groups = fields.pop("forms", {})
-    rest = next((verdict for verdict, forms in groups.items() if forms == REST), UNTRIED)
-    listed = {form: verdict for verdict, forms in groups.items() if forms != REST for form in forms.split()}
-    verdicts = {form: listed.get(form, rest) for form in _forms(fields["how"])}
+    groups = {forms: verdict for verdict, forms in fields.pop("forms", {}).items()}
+    listed = {form: verdict for forms, verdict in groups.items() if forms != REST for form in forms.split()}
+    verdicts = {form: listed.get(form, groups.get(REST, UNTRIED)) for form in _forms(fields["how"])}
     return Row(**fields, forms={form: verdict for form, verdict in verdicts.items() if verdict != UNTRIED})
 
 
@@ -114,14 +105,14 @@ def save(rows: Iterable[Row], folder: Path = RESULTS, *, version: str | None = N
         files.setdefault(row.version, []).append(row)
     folder.mkdir(parents=True, exist_ok=True)
     for version, there in files.items():
-        there.sort(key=lambda row: (row.model_type, row.name, row.how))
-        (folder / f"{version}.jsonl").write_text("".join(to_line(row) + "\n" for row in there))
+        there.sort(key=lambda row: (row.key.partition("/")[::-1], row.how))
+        (folder / f"{version}.jsonl").write_text("".join(map(to_line, there)))
 
 
 def append(row: Row, folder: Path = RESULTS) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{row.version}.jsonl").open("a") as file:
-        file.write(to_line(row) + "\n")
+        file.write(to_line(row))
 
 
 def shown(rows: Iterable[Row], how: str = "patch") -> dict[str, set[str]]:
@@ -130,37 +121,36 @@ def shown(rows: Iterable[Row], how: str = "patch") -> dict[str, set[str]]:
     A shown class is never wrong, never an error and not always refused, for all its model types, without a proof. With
     an option it is always exact.
     """
-    seen: dict[tuple[str, str], set[str]] = {}
+    allowed, found, others = {"exact"} if how in OPTIONS else {"exact", "partly"}, dict[str, set[str]](), set()
     for row in rows:
         if row.how == how:
-            minor = ".".join(row.version.split(".")[:2])
-            seen.setdefault((row.name, minor), set()).add("proven" if row.proven else row.verdict)
-    found: dict[str, set[str]] = {}
-    for (name, minor), verdicts in seen.items():
-        if verdicts <= ({"exact"} if how in OPTIONS else {"exact", "partly"}):
-            found.setdefault(name, set()).add(minor)
-    return found
+            found.setdefault(row.name, set()).add(_minor(row))
+            others |= set() if row.verdict in allowed and not row.proven else {(row.name, _minor(row))}
+    return {name: kept for name, all_ in found.items() if (kept := {v for v in all_ if (name, v) not in others})}
 
 
 def save_shown(rows: Iterable[Row], path: Path = SHOWN) -> None:
     """Write the table of shown classes. Entries of versions that have no rows stay as they are."""
     rows = list(rows)
-    covered = {".".join(row.version.split(".")[:2]) for row in rows}
+    covered = set(map(_minor, rows))
     tables = {"versions": shown(rows), "in_trees": shown(rows, "share_prefixes")}
-    if path.exists():
-        with path.open(newline="") as file:
-            for entry in csv.DictReader(file):
-                for column, table in tables.items():
-                    if kept := set(entry.get(column, "").split()) - covered:
-                        table.setdefault(entry["class"], set()).update(kept)
+    with path.open(newline="") as file:
+        for entry in csv.DictReader(file):
+            for column, table in tables.items():
+                if kept := set(entry[column].split()) - covered:
+                    table.setdefault(entry["class"], set()).update(kept)
     known, in_trees = tables.values()
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["class", *tables])
         for name in sorted(known):
             both = known[name] & in_trees.get(name, set())
-            writer.writerow([name, " ".join(_ordered(known[name])), " ".join(_ordered(both))])
+            writer.writerow([name, *(" ".join(sorted(x, key=_order)) for x in (known[name], both))])
 
 
-def _ordered(versions: Iterable[str]) -> list[str]:
-    return sorted(versions, key=lambda version: tuple(map(int, version.split("."))))
+def _minor(row: Row) -> str:
+    return ".".join(row.version.split(".")[:2])
+
+
+def _order(version: str) -> list[int]:
+    return [*map(int, version.split("."))]

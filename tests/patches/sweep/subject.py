@@ -4,17 +4,103 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tests.patches.comparison import apart
-from tests.patches.sweep.extras import extras
-from tests.patches.sweep.forms import OF_TOKENS, Form, alone
-from tests.patches.zoo import DIFFERENTIABLE
+from tests.patches.sweep.forms import MASK, OF_TOKENS, Form, alone, form, in_rows
+from tests.patches.zoo import DIFFERENTIABLE, apart, gradients_of
 from tritonpack.patches.configurations import special_tokens
 from tritonpack.patches.measuring import Batch, draw, parts_in
+from tritonpack.patches.targets import IGNORED
+
+# What a few classes take beside plain text: images, sounds, leading tokens. Images and sounds are the same for
+# every row, or for every document, so that documents differ by their text alone.
+
+Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
+MARK = 5  # a token that marks an image or a question; no document draws it
+
+
+def _same(*shape: Any, per: str = "row") -> Make:
+    """Make the same random numbers for every row, or for every document; the shape may be a function of the config."""
+
+    def make(config: Any, batch: Batch) -> Tensor:
+        sizes = shape[0](config) if callable(shape[0]) else shape
+        values = torch.randn(sizes, generator=torch.Generator().manual_seed(4))
+        return values.expand(len(batch.ids if per == "row" else batch.spans), *sizes)
+
+    return make
+
+
+def _image_shape(config: Any) -> tuple[int, ...]:
+    part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
+    size = getattr(part, "image_size", None) or getattr(config, "image_size", None) or 8
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    return getattr(part, "num_channels", 3) or 3, *sides
+
+
+def _whole(value: int, *shape: int) -> Make:
+    """Make [documents, *shape] of one integer."""
+    return lambda config, batch: torch.full((len(batch.spans), *shape), value)
+
+
+def _tokens(*values: float) -> Make:
+    """Make [b, t, n] with the same values for every token."""
+    return lambda config, batch: torch.tensor(values).expand(*batch.ids.shape, len(values))
+
+
+def _prompts(config: Any, batch: Batch) -> Tensor:
+    """[b, t], 0 for the first half of a document, its prompt, and 1 for its answer and for padding."""
+    types = torch.ones_like(batch.ids)
+    for row, span in batch.spans:
+        length = batch.ids[row, span].numel()
+        types[row, span][: (length + 1) // 2] = 0
+    return types
+
+
+def _ends(config: Any, batch: Batch) -> Tensor:
+    if len(batch.ids) > 1:
+        raise ValueError("it takes one row")
+    return torch.tensor([[span.stop for _, span in batch.spans]])
+
+
+# {argument: the function that makes it}, by model types or classes.
+TABLE: list[tuple[str, dict[str, Make]]] = [
+    ("blip sam3 owlv2 owlvit pp_formulanet", {"pixel_values": _same(_image_shape)}),
+    # They compare each text with each image, so they get as many images as texts.
+    ("align chinese_clip clip clipseg metaclip_2 siglip groupvit vision-text-dual-encoder blip-2 Owlv2Model "
+     "OwlViTModel BlipModel", {"pixel_values": _same(_image_shape, per="document")}),
+    ("paligemma ColPaliForRetrieval", {"token_type_ids": _prompts}),
+    ("grounding-dino mm-grounding-dino", {"pixel_values": _same(3, 64, 64)}),
+    ("idefics", {"pixel_values": _same(lambda config: (1, *_image_shape(config))), "image_attention_mask": _tokens(1)}),
+    ("siglip2", {"pixel_values": _same(4, 48, per="document"), "pixel_attention_mask": _whole(1, 4),
+                 "spatial_shapes": _whole(2, 2)}),
+    ("udop bros", {"bbox": _tokens(0.1, 0.2, 0.5, 0.6)}),
+    ("pix2struct", {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)}),
+    ("whisper", {"input_features": _same(lambda config: (config.num_mel_bins, 2 * config.max_source_positions))}),
+    ("moonshine_streaming", {"input_values": _same(1600)}),
+    ("speech-encoder-decoder", {"input_values": _same(200)}),
+    ("canary cohere_asr", {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}),
+    ("jev", {"marks": _ends, "num_options": lambda config, batch: torch.ones(1, len(batch.spans), dtype=torch.long),
+             "question_type_ids": lambda config, batch: torch.zeros(1, len(batch.spans), dtype=torch.long)}),
+]  # fmt: skip
+NEEDS = {kind: arguments for kinds, arguments in TABLE for kind in kinds.split()}
+
+# The tokens at the beginning of every document, by model type.
+LEADS: dict[str, tuple[int, ...]] = {"blip-2": (MARK,) * 2, "esm": (MARK,)}
+
+
+def extras_of(model: Any) -> tuple[dict[str, Make], tuple[int, ...]]:
+    """Return what a class takes beside plain text: {argument: what makes it}, and the tokens of every beginning."""
+    name, kind = type(model).__name__, model.config.model_type
+    arguments = NEEDS.get(name, NEEDS.get(kind, {}))
+    if name not in NEEDS:  # some classes take fewer arguments than others of their type
+        names = inspect.signature(model.forward).parameters
+        arguments = {name: make for name, make in arguments.items() if name in names}
+    return arguments, LEADS.get(kind, ())
+
 
 # The lengths of a decoder's documents, by the lengths of the encoder's.
 DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
@@ -50,7 +136,7 @@ class Subject:
         self.size = _vocabulary(model, self.config)
         named = special_tokens(self.config)
         self.ordinary = torch.tensor([token for token in range(6, self.size) if token not in named])
-        self.extras, self.lead = extras(model)
+        self.extras, self.lead = extras_of(model)
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
         """Draw documents `[1, n]` of these lengths from ordinary tokens, with the end token that a head looks for."""
@@ -151,3 +237,115 @@ def _vocabulary(model: Any, config: Any) -> int:
         if type(size := getattr(part, "vocab_size", None)) is int:
             return int(size)
     return int(model.get_input_embeddings().num_embeddings)
+
+
+# Losses with labels, auxiliary ones too: of a packed batch, compared with the same documents without a patch.
+#
+# A loss is a mean over labels, so the loss of a packed batch is the mean of the losses of documents alone, weighted by
+# their numbers of labels. A router's loss averages over all tokens of a call but padding, and two losses of both kinds
+# have no common weight. For those the reference is a padded batch of the same documents with its mask.
+
+SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)
+EVERY_TOKEN = ("ElectraForPreTraining",)  # labels of two kinds, for all tokens but padding
+OF_DOCUMENTS = ("next_sentence_label", "sentence_order_label")
+
+
+class NoLossError(Exception):
+    """A class has no loss, or no reference for it; the message says why."""
+
+
+class Losses(NamedTuple):
+    """Losses by name, and the gradients of all parameters."""
+
+    losses: Mapping[str, Tensor]
+    gradients: Sequence[Tensor | None]
+
+    def difference(self, got: Losses) -> float:
+        """Return how far other losses and gradients are from these, relative to the largest of these."""
+        losses = [apart([self.losses[name]], [got.losses[name]]) for name in self.losses.keys() & got.losses.keys()]
+        return max(*losses, apart(self.gradients, got.gradients))
+
+
+@torch.enable_grad()
+def losses_of(subject: Subject, documents: list[Tensor], form: Form) -> Losses:
+    """Return the losses of documents in a form; raise NoLossError if one isn't a single number."""
+    batch = subject.lay_out(form, documents)
+    output = subject.model(**{**subject.arguments(batch), **_switches(subject), **labels(subject, batch)})
+    named = {"loss": output[0]} if isinstance(output, tuple) else output if isinstance(output, Mapping) else {}
+    found = {
+        name: value.flatten() for name, value in named.items()
+        if name.endswith("loss") and isinstance(value, Tensor) and value.is_floating_point()
+    }  # fmt: skip
+    if "loss" not in found or any(value.numel() != 1 for value in found.values()):
+        raise NoLossError(f"its losses have the shapes {[tuple(value.shape) for value in found.values()]}")
+    return Losses({name: x.detach() for name, x in found.items()}, gradients_of(subject.model, found["loss"]))
+
+
+def expected_losses(subject: Subject, documents: list[Tensor], limit: float) -> Losses:
+    """Return the losses of a model without a patch; raise NoLossError if it has none, or padding changes it."""
+    if not {"labels", "start_positions"} & subject.names:
+        raise NoLossError
+    if _switches(subject) or subject.names & {*OF_DOCUMENTS}:  # two losses have no common weight
+        found, longer = (losses_of(subject, documents, form(MASK, rows=in_rows, more=more)) for more in (0, 3))
+        if len(found.losses) > 1 or not _switches(subject):
+            if (apart := found.difference(longer)) > limit:
+                raise NoLossError(f"padding moves its loss without a patch, by {apart:.0e}")
+            return found
+    return _mean_of(subject, documents)
+
+
+def _mean_of(subject: Subject, documents: list[Tensor]) -> Losses:
+    """Return the mean of the losses of documents alone, weighted by their numbers of labels."""
+    given = [labels(subject, subject.lay_out(alone, [document])) for document in documents]
+    counts = [int((one.get("start_positions", one.get("labels")) != IGNORED).sum()) for one in given]
+    found = [(n, losses_of(subject, [d], alone)) for n, d in zip(counts, documents, strict=True) if n]
+
+    def mean(values: Sequence[Tensor | None]) -> Any:
+        weighted = [n * x for (n, _), x in zip(found, values, strict=True) if x is not None]
+        return sum(weighted) / sum(counts) if weighted else None
+
+    loss = mean([one.losses["loss"] for _, one in found])
+    return Losses({"loss": loss}, [mean(one) for one in zip(*(x.gradients for _, x in found), strict=True)])
+
+
+def _switches(subject: Subject) -> dict[str, Any]:
+    """Return the arguments that turn auxiliary losses on, if a class has any."""
+    text = subject.config.get_text_config(decoder=True)
+    routed = any(hasattr(config, "router_aux_loss_coef") for config in (subject.config, text))
+    if "output_router_logits" in subject.names or (routed and subject.takes_any):
+        return {"output_router_logits": True}
+    return {}
+
+
+def labels(subject: Subject, batch: Batch) -> dict[str, Tensor]:
+    """Return labels of every kind that a class takes: for each token but a document's first, and for each document."""
+    first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])  # the first token of each document
+    lengths = torch.tensor([span.stop - span.start for _, span in batch.spans])
+    classes = int(getattr(subject.config, "num_labels", 2))
+    given: dict[str, Tensor] = {}
+    if "labels" in subject.names:
+        if subject.sentence:
+            two = subject.choices or "NextSentence" in subject.class_name
+            given["labels"] = first % (2 if two else classes)
+        elif subject.class_name in SCORES:
+            scores = (first[:, None] + torch.arange(classes)) % 3 / 2
+            given["labels"] = scores.to(next(subject.model.parameters()).dtype)
+        elif subject.class_name in EVERY_TOKEN:
+            given["labels"] = batch.ids % 2
+        else:
+            limit = classes if "TokenClassification" in subject.class_name else subject.size
+            given["labels"] = token_labels(batch, limit)
+    for name in {*OF_DOCUMENTS} & subject.names:
+        given[name] = first % 2
+    if "start_positions" in subject.names:
+        given |= {"start_positions": (lengths - 1) // 2, "end_positions": lengths - 1}
+    return given
+
+
+def token_labels(batch: Batch, classes: int) -> Tensor:
+    """(B, T) tokens modulo the number of classes; `IGNORED` for padding and the first token of each document."""
+    labels = torch.full_like(batch.ids, IGNORED)
+    for row, span in batch.spans:
+        labels[row, span] = batch.ids[row, span] % classes
+        labels[row, span.start] = IGNORED
+    return labels
