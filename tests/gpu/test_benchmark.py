@@ -34,14 +34,10 @@ def test_clocks() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        Shape("flan", 2048),
-        Shape("flan", 2048, causal=False),
-        Shape("one", 2048, window=(256, 0)),
-        Shape("tiny", 2048, head_dim=64),
-    ],
+    [Shape("flan", 2048), Shape("flan", 2048, causal=False), Shape("one", 2048, window=(256, 0)),
+     Shape("tiny", 2048, head_dim=64)],
     ids=str,
-)
+)  # fmt: skip
 def test_rows_of_a_small_run(shape: Shape, tmp_path: Path) -> None:
     """Prints the status of every peer, so that an adapter for another version is noticed."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))

@@ -213,6 +213,6 @@ BlockDiagonalMask(*torch.tensor([[0, 0, 2], {stop}], dtype=torch.int32, device="
 """
 
 
-@pytest.mark.parametrize("stop", [[1, 2, 3], UNSOUND[1].tolist()], ids=["sound", "unsound"])
-def test_bad_bounds_fail_an_assertion(stop: list[int]) -> None:
-    assert goes_on(BOUNDS.format(stop=stop)) is (stop == [1, 2, 3])
+@pytest.mark.parametrize("sound", [True, False])
+def test_bad_bounds_fail_an_assertion(sound: bool) -> None:
+    assert goes_on(BOUNDS.format(stop=[1, 2, 3 if sound else 9])) is sound

@@ -80,32 +80,27 @@ class Worker:
             return log.read().decode(errors="replace")[-4000:]
 
 
+REPORTS: list[pytest.TestReport] = []  # of the current test, in the process that runs tests
+
+
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Run the tests that come through the channel; send their reports, and whether the device is lost."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that is aborted writes no gigabytes
     items = {item.nodeid: item for item in session.items}
-    reports: list[pytest.TestReport] = []
-    session.config.pluginmanager.register(Collector(reports))
     with Connection(int(os.environ[CHANNEL])) as channel:
         channel.send("ready")
         while True:
             item = items[channel.recv()]
-            reports.clear()
+            REPORTS.clear()
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            lost = any(report.failed for report in reports) and device_is_lost()
+            lost = any(report.failed for report in REPORTS) and device_is_lost()
             hook = session.config.hook.pytest_report_to_serializable
-            channel.send(([hook(config=session.config, report=report) for report in reports], lost))
+            channel.send(([hook(config=session.config, report=report) for report in REPORTS], lost))
 
 
-class Collector:
-    """A plugin that puts the reports of tests into a list."""
-
-    def __init__(self, reports: list[pytest.TestReport]) -> None:
-        self._reports = reports
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report."""
-        self._reports.append(report)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep a report of the current test."""
+    REPORTS.append(report)
 
 
 def device_is_lost() -> bool:

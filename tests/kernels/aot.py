@@ -51,6 +51,7 @@ USES_TILES_OF = {
 }  # fmt: skip
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+HALF = (torch.bfloat16, torch.float16)
 KEY_HEADS = 8  # of the compiled kernels
 LENGTHS = (200, 133)  # tokens; their number isn't a multiple of 16
 
@@ -102,12 +103,8 @@ class Configuration:
 def hopper_configurations() -> list[Configuration]:
     """All configurations of the backend "gluon"."""
     tables: dict[Kernel, Any] = {"forward": HOPPER_TILES, "dq": HOPPER_DQ_TILES, "dkdv": HOPPER_DKDV_TILES}
-    return [
-        Configuration(kernel, "sm_90", head_dim, dtype, backend="gluon")
-        for kernel, table in tables.items()
-        for head_dim in table
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
+    rows = [(kernel, head_dim, dtype) for kernel, table in tables.items() for head_dim in table for dtype in HALF]
+    return [Configuration(kernel, "sm_90", head_dim, dtype, backend="gluon") for kernel, head_dim, dtype in rows]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,12 @@ def calls() -> list[Call]:
         features = (bool(case.softcap), case.sinks, case.alibi, bool(case.dropout_p), bool(case.parents), *keywords)
         sizes = (case.heads, case.kv_heads, case.head_dim, case.head_dim_v, case is one_token)
         found.setdefault((dtype, sizes, features), attention(f"{prefix}{case}-{dtype}", case, dtype, keywords))
-    return [*found.values(), *hopper_calls(), *mask_calls()]
+    hopper = [
+        hopper_attention(f"gluon-{head_dim}-{dtype}", replace(LARGE[1], head_dim=head_dim), dtype)
+        for head_dim in HOPPER_HEAD_DIMS
+        for dtype in ("bf16", "fp16")
+    ]
+    return [*found.values(), *hopper, *mask_calls()]
 
 
 def attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> Call:
@@ -76,15 +81,6 @@ def attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> Ca
 
     kernels = frozenset({"forward_kernel", "dq_kernel", "dkdv_kernel"})
     return Call(name, prepare, partial(run, backend="triton"), kernels)
-
-
-def hopper_calls() -> list[Call]:
-    """Forward and backward of the backend "gluon"."""
-    return [
-        hopper_attention(f"gluon-{head_dim}-{dtype}", replace(LARGE[1], head_dim=head_dim), dtype)
-        for head_dim in HOPPER_HEAD_DIMS
-        for dtype in ("bf16", "fp16")
-    ]
 
 
 def hopper_attention(name: str, case: Case, dtype: str) -> Call:

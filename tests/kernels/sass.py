@@ -55,19 +55,14 @@ def parse(listing: str) -> Code:
     return Code(instructions, labels)
 
 
-def loops(code: Code) -> list[range]:
-    """The innermost loops that multiply matrices, in order, each from the target of a backward branch to the branch."""
-    return _loops(code, _MATRIX)
-
-
 def count_loops(code: Code) -> list[Loop]:
     """The counts of the innermost loops that multiply matrices; without matrix instructions, of those that multiply."""
-    ends = loops(code) or _loops(code, _MULTIPLY_ADD)
+    ends = _loops(code, _MATRIX) or _loops(code, _MULTIPLY_ADD)
     return [count_instructions(code.instructions[loop.start : loop.stop]) for loop in ends]
 
 
 def _loops(code: Code, stems: re.Pattern[str]) -> list[range]:
-    """The innermost loops that have one of these instructions.
+    """The innermost loops that have one of these instructions, in order, from a backward branch's target to the branch.
 
     What waits for a load in a loop of its own lies after the kernel's end, and its way back is none of these.
     """

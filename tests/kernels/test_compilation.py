@@ -21,14 +21,10 @@ def test_listener_waits_for_a_kernel_of_this_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another listener is called and stays."""
-    ours, heard = SimpleNamespace(fn=offsets_kernel), []
-    foreign = SimpleNamespace(fn=SimpleNamespace(fn=os.getcwd))
+    ours, foreign = SimpleNamespace(fn=offsets_kernel), SimpleNamespace(fn=SimpleNamespace(fn=os.getcwd))
     facts: dict[str, Any] = {"cache_hit": False, "metadata": {}, "metadata_group": {}, "times": None}
-
-    def others(**facts: Any) -> None:
-        heard.append(facts)
-
-    for before in (None, others):
+    heard: list[dict[str, Any]] = []
+    for before in (None, lambda **facts: heard.append(facts)):
         monkeypatch.setattr(notices, "said", {})
         monkeypatch.setattr(knobs.compilation, "listener", before)
         compilation.announce_compilation()

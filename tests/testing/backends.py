@@ -103,16 +103,12 @@ def without_empty(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> dict[str, Tenso
 # The name of a defect -> a function of attention and its arguments that has it, and the checks that it fails: patterns
 # of names, and after "but" those among them that it passes.
 DEFECTS: dict[str, tuple[Callable[..., Any], str]] = {
-    "ignores_boundaries": (
-        lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
-            cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]], **rest),
+    "ignores_boundaries": (lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
+        cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]], **rest),
         "forward/* backward/* inputs/large-scores inputs/slices empty/* isolation/* lse/* dropout/* "
-        "but */one-document */window-self empty/all",
-    ),
-    "window_off_by_one": (
-        lambda call, window_size, **rest: call(window_size=tuple(side + (side >= 0) for side in window_size), **rest),
-        "*/window-* */*-window but */window-wide",
-    ),
+        "but */one-document */window-self empty/all"),
+    "window_off_by_one": (lambda call, window_size, **rest: call(
+        window_size=tuple(x + (x >= 0) for x in window_size), **rest), "*/window-* */*-window but */window-wide"),
     "top_left": (lambda call, **rest: call(**rest | {"make_mask": top_left}),
                  "*/cross */cross-more-queries */sinks-cross lse/empty-rows but isolation/*"),
     "scale_forgotten": (lambda call, softmax_scale, **rest: call(**rest), "*/scale"),
@@ -127,20 +123,16 @@ DEFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "head_order": (lambda call, q, k, v, **rest: call(
         q, *(x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v)), **rest), "*/group-of-three inputs/slices"),
     "softcap_ignored": (lambda call, softcap, **rest: call(**rest), "*/softcap*"),
-    "low_precision": (
-        lambda call, q, k, v, **rest: map_out(
-            call(q.bfloat16(), k.bfloat16(), v.bfloat16(), **rest), lambda out: out.to(q.dtype)),
-        "forward/* backward/* inputs/* empty/* lse/* dropout/* but inputs/unchanged empty/all",
-    ),
+    "low_precision": (lambda call, q, k, v, **rest: map_out(
+        call(q.bfloat16(), k.bfloat16(), v.bfloat16(), **rest), lambda out: out.to(q.dtype)),
+        "forward/* backward/* inputs/* empty/* lse/* dropout/* but inputs/unchanged empty/all"),
     "noisy": (lambda call, **rest: map_out(call(**rest), noise), "repeat/*"),
     "noisy_gradient": (lambda call, v, **rest: call(v=with_gradient(v, noise), **rest), "repeat/*"),
     "drops_dk": (lambda call, k, **rest: call(k=k.detach(), **rest),
                  "backward/* inputs/* empty/* lse/gradient but inputs/unchanged"),
     "zeros_for_dk": (
-        lambda call, k, **rest: call(k=with_gradient(k, torch.zeros_like), **rest),
-        "backward/* inputs/* empty/* lse/gradient "
-        "but inputs/unchanged empty/all */one-token-documents */window-self",
-    ),
+        lambda call, k, **rest: call(k=with_gradient(k, torch.zeros_like), **rest), "backward/* inputs/* empty/* "
+        "lse/gradient but inputs/unchanged empty/all */one-token-documents */window-self"),
     "raises_on_empty_documents": (lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
         **without_empty(cu_seqlens_q, cu_seqlens_k), **rest), "empty/*"),
     "lse_to_the_base_2": (
