@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests import invariance
 from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import BACKENDS as REGISTRY
 from tritonpack.backends import blocked
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
@@ -26,7 +27,7 @@ def slow(value: Any) -> ParameterSet:
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), torch.float32, torch.float64], ids=str)
 
 
-ON_CPU = ["blocked", "reference"]
+ON_CPU = [name for name in REGISTRY if name not in ("auto", "triton", "gluon")]
 TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
 BACKENDS = pytest.mark.parametrize("backend", ON_CPU)
 AND_TRITON = pytest.mark.parametrize("backend", [*ON_CPU, TRITON])

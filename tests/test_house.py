@@ -67,7 +67,7 @@ GUESTS = {
 
 
 def imports_of(source: str, module: str) -> set[str]:
-    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
+    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.forms"."""
     names = set()
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):

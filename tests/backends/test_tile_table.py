@@ -23,7 +23,7 @@ def tile_table(mask: BlockDiagonalMask, rows: int, *, whole_documents: bool = Fa
 def masks(seed: int, lengths: list[int] | None = None) -> list[BlockDiagonalMask]:
     """One batch as masks that know the number of documents, and as masks that don't."""
     rng = random.Random(seed)
-    longest = rng.randint(1, 400)
+    longest = rng.choice((3, 30, 400))
     lengths = [rng.randint(0, longest) for _ in range(rng.randrange(30))] if lengths is None else lengths
     total = sum(lengths) + seed % 3 * 50
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -71,6 +71,9 @@ def test_short_documents_share_and_long_ones_begin_a_tile() -> None:
     assert tiles_of([3, 20, 5, 16], 8, long=21) == [[0, 8], [8, 16], [16, 24], [24, 32], [32, 40], [40, 44]]
     slack = BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=40)
     assert tiles_of(slack, 16, whole_documents=True) == [[0, 5], [5, 21], [21, 37], [37, 40]]
+    fewer_keys = BlockDiagonalMask.from_seqlens([3] * 9, [1] * 9)  # the first two queries of each see nothing
+    ends = [(n, n + 2, n + 3) for n in range(0, 27, 3)]
+    assert tiles_of(fewer_keys, 8, whole_documents=True) == [[*x] for a, b, c in ends for x in ((a, b), (b, c))]
 
 
 def test_the_table_is_computed_once() -> None:

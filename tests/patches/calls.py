@@ -8,18 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.patches import zoo
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
-from tests.patches.sweep.forms import FORMS, LENGTHS
+from tests.patches.sweep.forms import FORMS, LENGTHS  # noqa: F401 - tests import both from here
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
 
 EXACT = tolerance(torch.float64)
 
 
-def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
-    """Random token ids `[1, n]` for every length."""
-    return zoo.documents(lengths)
+documents = zoo.documents
 
 
 def alike() -> list[Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
@@ -18,7 +19,6 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
-from tests.patches.remote_code import composed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Change = Callable[[Any, pytest.MonkeyPatch], None]
@@ -100,6 +100,105 @@ def rope(kind: str) -> dict[str, Any]:
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
     more = {"original_max_position_embeddings": 4096, **factors} if kind == "longrope" else {}
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, **more}
+
+
+# Remote code: it asks transformers for a mask, and computes with it by itself
+
+FIRST_IMAGE = 40  # tokens from here on are images, alike ones belong to one image
+
+
+def blocks(ids: Tensor) -> Tensor:
+    return torch.where(ids >= FIRST_IMAGE, ids, -1)
+
+
+def made_by(name: str) -> Callable[..., Any]:
+    """One of transformers' functions that make masks, called as models call it."""
+    make = getattr(masking_utils, f"create_{name}_mask")
+
+    def mask(config: Any, hidden: Tensor, told: dict[str, Any], **more: Any) -> Any:
+        given = () if name == "bidirectional" else (None, told["position_ids"])
+        return make(config, hidden, told["attention_mask"], *given, **more)
+
+    return mask
+
+
+causal, window, both_ways = made_by("causal"), made_by("sliding_window_causal"), made_by("bidirectional")
+
+# What makes a mask of ids, and whether transformers is allowed to skip it.
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": lambda ids, *given: causal(*given, allow_is_causal_skip=False),
+    "both ways": lambda ids, *given: both_ways(*given, allow_is_bidirectional_skip=False),
+    "both ways or none": lambda ids, *given: both_ways(*given),
+    "window": lambda ids, *given: window(*given, allow_is_causal_skip=False),
+    "window or none": lambda ids, *given: window(*given),
+    "chunks": lambda ids, *given: made_by("chunked_causal")(*given),
+    "images": lambda ids, *given: causal(*given, block_sequence_ids=blocks(ids)),
+    "images in a window": lambda ids, *given: window(*given, block_sequence_ids=blocks(ids)),
+    "all": lambda ids, *given: causal(*given, or_mask_function=lambda *_: torch.tensor(True)),
+}
+
+
+def least(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+# What models compute with a mask and scores.
+USES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "where": lambda x, mask: torch.where(mask, x, least(x)),
+    "not": lambda x, mask: x.masked_fill(~mask, least(x)),
+    "and": lambda x, mask: x.masked_fill((mask & torch.ones_like(x, dtype=torch.bool)) == 0, least(x)),
+    "index": lambda x, mask: x.masked_fill(~mask[:, 0][:, None], least(x)),
+    "squeeze": lambda x, mask: x.masked_fill(~torch.squeeze(mask, 1)[:, None], least(x)),
+    "float": lambda x, mask: x + (1 - mask.to(x.dtype)) * least(x),
+    "passed on": lambda x, mask: torch.where(mask.to(x.device).contiguous()[:, :, :, : x.shape[-1]], x, least(x)),
+    "ignored": lambda x, _: x + torch.full_like(x[0, 0], least(x)).triu(1),
+    # A mask of transformers is bool here, and can't be added.
+    "add": lambda x, mask: x.masked_fill(~mask, least(x)) if isinstance(mask, Tensor) else x + mask,
+    "added": lambda x, mask: x.masked_fill(~mask, least(x)) if isinstance(mask, Tensor) else mask + x,
+    "added in place": lambda x, mask: x.masked_fill_(~mask, least(x)) if isinstance(mask, Tensor) else x.__iadd__(mask),
+}
+
+
+class ComposedConfig(transformers.PreTrainedConfig):
+    model_type = "composed"
+    hidden_size: int = 16
+    num_hidden_layers: int = 1
+    vocab_size: int = VOCAB
+    sliding_window: int = 3
+    attention_chunk_size: int = 4
+    mask: str = "causal"
+    use: str = "where"
+
+
+class Composed(transformers.PreTrainedModel):
+    config_class = ComposedConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed, self.qkv = nn.Embedding(config.vocab_size, 16), nn.Linear(16, 48)
+        self.post_init()
+        nn.init.normal_(self.embed.weight)
+        nn.init.normal_(self.qkv.weight, std=0.5)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **_: Any) -> Any:
+        hidden = self.embed(input_ids)
+        told = {"attention_mask": attention_mask, "position_ids": position_ids}
+        mask = MASKS[self.config.mask](input_ids, self.config, hidden, told)
+        query, key, value = self.qkv(hidden)[:, None].chunk(3, dim=-1)
+        if mask is None:
+            mask = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool)[None, None]
+            mask = mask if "both" in self.config.mask else mask.tril()
+        scores = USES[self.config.use](query @ key.mT, mask)
+        return ((scores.softmax(-1) @ value)[:, 0],)
+
+
+def composed(mask: str, use: str = "where") -> Any:
+    torch.manual_seed(0)
+    return Composed(ComposedConfig(mask=mask, use=use)).double().eval()
 
 
 # What other libraries do
@@ -221,18 +320,17 @@ def of(kind: Any, **more: Any) -> Callable[[], Any]:
     return lambda: kind(config(**more))
 
 
-# Outputs beside the logits that aren't refused, and others that are.
-VALUES: dict[str, Callable[[Tensor], Any]] = {
-    "a constant": lambda x: x.new_ones(1, 5, 2),
-    "of each token": lambda x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]},
-}
-MIXED: dict[str, Callable[[Tensor], Any]] = {
-    "the mean": lambda x: x.mean(1),
-    "the last token's": lambda x: x[:, -1],
-    "a mean with a dimension": lambda x: x.mean(1, keepdim=True),  # it doesn't look like a result of a row
-    "the token's before": lambda x: x + x.roll(1, dims=1),
-    "a sum in a list": lambda x: [x, x.cumsum(1)],  # padding that follows doesn't change it
-    "centred in the batch": lambda x: x - x.mean((0, 1)),
+# Another output, and the words of its refusal.
+VALUE = "don't stay apart: .*value"
+VALUES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a constant": ("", lambda x: x.new_ones(1, 5, 2)),
+    "of each token": ("", lambda x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]}),
+    "the mean": (VALUE, lambda x: x.mean(1)),
+    "the last token's": (VALUE, lambda x: x[:, -1]),
+    "a mean with a dimension": (VALUE, lambda x: x.mean(1, keepdim=True)),  # it doesn't look like a result of a row
+    "the token's before": (VALUE, lambda x: x + x.roll(1, dims=1)),
+    "a sum in a list": (VALUE, lambda x: [x, x.cumsum(1)]),  # padding that follows doesn't change it
+    "centred in the batch": (VALUE, lambda x: x - x.mean((0, 1))),
 }
 
 OWN = r"runs code that isn't transformers' own in .*don't stay apart"
@@ -263,10 +361,7 @@ CASES = {
     "long rotary embeddings": Case(of(Unshown, rope_parameters=rope("longrope"))),
     "dynamic rotary embeddings": Case(of(Unshown, rope_parameters=rope("dynamic"))),
     # outputs beside the logits
-    **{f"an output: {name}": Case(of(with_value(value))) for name, value in VALUES.items()},
-    **{
-        f"an output: {name}": Case(of(with_value(value)), "don't stay apart: .*value") for name, value in MIXED.items()
-    },
+    **{f"an output: {name}": Case(of(with_value(value)), words) for name, (words, value) in VALUES.items()},
     "an encoder's states": Case(lambda: encoder_states(lambda x: 2 * x)),
     "an encoder's states, mixed": Case(
         lambda: encoder_states(lambda x: x + x.roll(1, dims=1)), "encoder_last_hidden_state"

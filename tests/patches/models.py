@@ -51,12 +51,9 @@ def tiny_model(
 def generate(
     model: PreTrainedModel, ids: Tensor, *, cache: str = "dynamic", padding: int = 0, tokens: int = 12
 ) -> tuple[Tensor, Tensor]:
-    """Continue rows of ids greedily, the first of them padded: all tokens, and the logits of the new ones.
+    """Continue rows of ids greedily: all tokens, and the logits of the new ones.
 
-    Args:
-        cache: "dynamic" or "static", as in `generate`.
-        padding: how many tokens of the first row are padding, on the left; a negative number on the right.
-        tokens: how many tokens to add.
+    The first row begins with `padding` tokens of padding; it ends with them if the number is negative.
     """
     mask = torch.ones_like(ids)
     mask[0, slice(padding) if padding >= 0 else slice(padding, None)] = 0
@@ -68,11 +65,7 @@ def generate(
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs unchanged and counts them. Earlier graphs are dropped.
-
-    Attributes:
-        count: the number of graphs so far.
-    """
+    """A backend of torch.compile that runs graphs unchanged and counts them. Earlier graphs are dropped."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()

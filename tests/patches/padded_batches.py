@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tests.patches.comparison import apart, tolerance
 from tests.patches.models import VOCAB, tiny_model
+from tests.patches.zoo import apart, tolerance
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
@@ -95,12 +95,7 @@ OBJECTIVES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
 
 
 class Step(NamedTuple):
-    """The results of one call and its backward pass.
-
-    Attributes:
-        values: the loss, and what each of READS gives, with zeros for padding.
-        gradients: by parameter; None for a parameter without one.
-    """
+    """The results of one call, as `read` gives them, and the gradients of its backward pass by parameter."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]

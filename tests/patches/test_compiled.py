@@ -10,10 +10,10 @@ from torch import nn
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, call_of, documents
-from tests.patches.comparison import apart
 from tests.patches.models import Graphs
 from tests.patches.padded_batches import SHARE, UNPAD, gradients_of, padded_batch, require_saved, training_model
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import apart
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 slow = pytest.mark.slow

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import alone, documents, relative, require_exact, without_dropout
-from tests.patches.comparison import tolerance
 from tests.patches.models import generate
-from tests.patches.zoo import EXACT, PAIRS
+from tests.patches.zoo import EXACT, PAIRS, tolerance
 from tritonpack.patches.families import READS_PADDING
 
 PAIR = "+"  # ends the name of an encoder with a decoder

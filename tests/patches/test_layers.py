@@ -15,7 +15,7 @@ from transformers import masking_utils
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, relative, require_exact
-from tests.patches.remote_code import FIRST_IMAGE, MASKS, USES, blocks, composed, made_by
+from tests.patches.foreign import FIRST_IMAGE, MASKS, USES, blocks, composed, made_by
 from tritonpack import UnsupportedModelError
 
 # Layers that mix along the row run on each document by itself, or once if their kernels take boundaries

@@ -23,8 +23,8 @@ import tritonpack
 from tests.fresh import FreshInterpreters
 from tests.patches import calls, zoo
 from tests.patches.calls import EXACT, alike, alone, call_of, documents, in_threads, is_patched, packed, state
-from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
+from tests.patches.zoo import apart
 from tritonpack import UnsupportedModelError
 
 UNPAD, SHARE, REFERENCE = {"unpad": True}, {"share_prefixes": True}, {"backend": "reference"}

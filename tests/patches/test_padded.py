@@ -5,15 +5,13 @@ class in all layouts; patches that come and go are in test_lifecycle.py.
 """
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -21,41 +19,20 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import tritonpack
 from tests.patches import padded_batches as batches
+from tests.patches import zoo
 from tests.patches.calls import EXACT, call_of, documents
-from tests.patches.comparison import apart
-from tests.patches.models import COMMON, VOCAB, tiny_model
+from tests.patches.models import VOCAB, tiny_model
 from tests.patches.padded_batches import BOTH_WAYS, SHARE, UNPAD, WAYS, Batch, completions, padded_batch, real, step
+from tests.patches.zoo import apart
 
 
 def unlabelled() -> Batch:
     return {name: x for name, x in padded_batch().items() if name != "labels"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: what makes its model and its batch, what it is given besides, and how much padding is computed."""
-
-    make: Callable[[], Any] = lambda: tiny_model("llama")
-    batch: Callable[[], Batch] = completions
-    more: Callable[[Batch], Batch] = lambda _: {}
-    padding: int = 0
-    ways: tuple[dict[str, bool], ...] = (UNPAD, SHARE)
-
-
-def head(name: str, model_type: str = "llama", **more: Any) -> Case:
-    """A head that isn't a causal language model's; its labels are tokens modulo 3, or the first ones of rows."""
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(model_type, **COMMON, num_labels=3)
-        return getattr(transformers, name).from_config(config).double().eval()
-
-    def batch() -> Batch:
-        given = padded_batch(0)
-        labels = (given["input_ids"] % 3).masked_fill(given["attention_mask"] == 0, -100)
-        return {**given, "labels": labels[:, 0] if "Sequence" in name else labels}
-
-    return Case(make, batch, **more)
+def classes(batch: Batch) -> Tensor:
+    """A label for each token, in place of labels of a language model."""
+    return (batch["input_ids"] % 3).masked_fill(batch["attention_mask"] == 0, -100)
 
 
 def label_on_padding() -> Batch:
@@ -66,40 +43,37 @@ def label_on_padding() -> Batch:
     return batch
 
 
-CASES = {
-    "completions on the right": Case(more=lambda _: {"output_hidden_states": True}),
-    "completions on the left": Case(batch=lambda: completions(1)),
-    "a tensor of items": Case(more=lambda _: {"num_items_in_batch": torch.tensor(100)}),
-    "a number of items": Case(more=lambda _: {"num_items_in_batch": 7}),
-    "shifted labels": Case(
-        more=lambda batch: {"shift_labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+# A model, and what makes a call.
+CASES: dict[str, tuple[str, Callable[[], Batch]]] = {
+    "completions on the right": ("llama", lambda: completions() | {"output_hidden_states": True}),
+    "completions on the left": ("llama", lambda: completions(1)),
+    "a tensor of items": ("llama", lambda: completions() | {"num_items_in_batch": torch.tensor(100)}),
+    "a number of items": ("llama", lambda: completions() | {"num_items_in_batch": 7}),
+    "shifted labels": ("llama", lambda: (x := completions()) | {"shift_labels": x["labels"].roll(-1, 1)}),
+    "positions": (
+        "llama", lambda: (x := completions(1)) | {"position_ids": (x["attention_mask"].cumsum(1) - 1).clamp(min=0)}
     ),
-    "positions": Case(
-        batch=lambda: completions(1),
-        more=lambda batch: {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)},
+    "a label on padding": ("llama", label_on_padding),
+    "routers": ("mixtral", lambda: padded_batch() | {"output_router_logits": True}),
+    "scores of rows": (
+        "LlamaForSequenceClassification/llama", lambda: (x := padded_batch()) | {"labels": classes(x)[:, 0]}
     ),
-    "a label on padding": Case(batch=label_on_padding, padding=2),
-    "routers": Case(
-        lambda: tiny_model("mixtral", router_aux_loss_coef=0.5), padded_batch,
-        lambda _: {"output_router_logits": True},
-    ),
-    "scores of rows": head("AutoModelForSequenceClassification"),
-    "scores of tokens": head("AutoModelForTokenClassification"),
-    "masked tokens": head("AutoModelForMaskedLM", "bert", ways=(UNPAD,)),
+    "scores of tokens": ("LlamaForTokenClassification/llama", lambda: (x := padded_batch()) | {"labels": classes(x)}),
+    "masked tokens": ("BertForMaskedLM/bert", lambda: (x := padded_batch()) | {"labels": classes(x)}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_calls(name: str) -> None:
     """All outputs and gradients are stock's, and no padding was computed but where a label is predicted from it."""
-    case = CASES[name]
-    for options in case.ways:
-        model, batch = case.make(), case.batch()
-        more = case.more(batch)
-        want = step(model, batch, **more)
+    spec, make = CASES[name]
+    for options in (UNPAD, SHARE)[: 1 if "Masked" in spec else 2]:
+        more = {"num_labels": 3} if "Class" in spec else {"is_decoder": False} if "Masked" in spec else {}
+        model, batch = zoo.build(spec, **more), make()
+        want = step(model, batch)
         with tritonpack.patch(model, **options) as handle:
-            batches.require_equal(want, step(model, batch, **more))
-        batches.require_saved(handle.saved, batch, options=options, padding=case.padding)
+            batches.require_equal(want, step(model, batch))
+        batches.require_saved(handle.saved, batch, options=options, padding=2 * (name == "a label on padding"))
 
 
 @BOTH_WAYS
@@ -365,16 +339,9 @@ def test_every_way_to_read_them() -> None:
         assert apart([want[0], real(want[1], batch)], [loss, real(logits, batch)]) < EXACT
 
 
-def in_place(logits: Tensor) -> Tensor:
-    logits[..., 0] = 0
-    view = logits[:, 1:]
-    view *= 2
-    return logits.square()
-
-
 # Losses of users.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "in place": in_place,
+    "in place": lambda x: (x[..., 0].zero_(), x[:, 1:].mul_(2), x.square())[2],
     "reentrant": lambda x: checkpoint(torch.square, x, use_reentrant=True),
     "softmax": lambda x: x[:].float().log_softmax(-1),
 }
@@ -387,9 +354,7 @@ def test_losses_of_logits(name: str, options: dict[str, bool]) -> None:
     batch, gradients = completions(), []
     for more in ({}, options):
         model = tiny_model("llama")
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model("bert", **COMMON, is_decoder=True)
-        bert = transformers.BertLMHeadModel(config).double().eval()
+        bert = zoo.build("bert")
         model.lm_head.weight.register_hook(lambda gradient: gradient * 2)  # of a user
         for each in (model, bert):
             tritonpack.patch(each, **more)

@@ -375,6 +375,9 @@ OF_CLASSES: list[tuple[Make, dict[str, Any], Any, str]] = [
     ("llama", {}, NUMBERED | {"labels": LABELS, "shift_labels": LABELS}, ON_PADDING),
     ("t5+", {}, NUMBERED | OF_TARGETS, ON_PADDING),
     ("t5+", {}, NUMBERED | OF_TARGETS | {"decoder_input_ids": NUMBERED["input_ids"]}, ON_PADDING),
+    # a mask that numbers documents from 0
+    ("llama", {}, NUMBERED | {"labels": LABELS, "attention_mask": torch.tensor([[0] * 3 + [1, 1, 2, 2, 2]])},
+     r"label 6 in row 0 is predicted at token 0.* pass attention_mask \+ 1"),
     # answers and other results of rows
     (answering("Llama/llama"), {}, call_of(start_positions=torch.tensor([2]), end_positions=torch.tensor([5])),
      r"start_positions has shape \(1,\), but the packed rows hold 4 documents. Pass start_positions of shape \(4,\)"),

@@ -24,6 +24,7 @@ from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tritonpack.patches.forwards import installed, versions
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
+from tritonpack.patches.measuring import apart as apart  # tests import it from here
 
 DATA = yaml.safe_load((Path(__file__).parent / "zoo.yaml").read_text())
 VOCAB = 64
@@ -104,10 +105,6 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     return config_class(**_values(config_class, row))
 
 
-# Vision towers that need a package of its own.
-TIMM = ("gemma3n_vision", "timm_wrapper")
-
-
 @contextlib.contextmanager
 def without_towers() -> Iterator[None]:
     """Leave out vision towers of timm and detectron2: text never enters them, or their models are refused."""
@@ -116,7 +113,8 @@ def without_towers() -> Iterator[None]:
         build = auto.from_config
 
         def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-            return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
+            left_out = config.model_type in ("gemma3n_vision", "timm_wrapper")
+            return nn.Identity() if left_out else build(config, **kwargs)
 
         return mock.patch.object(auto, "from_config", from_config)
 
@@ -133,15 +131,10 @@ def tiny_model(
     name: str, *, kind: str | None = None, dtype: torch.dtype = torch.float32, attention: str | None = None,
     seed: int = 0, **overrides: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """A random model in evaluation mode.
+    """A random model in evaluation mode, of a model type or a key of `VARIANTS`.
 
-    Args:
-        name: A model type or a key of `VARIANTS`.
-        kind: The name of the class; the causal language model by default.
-        dtype: The types in `FLOAT32_ONLY` compute in float32 alone and fail in any other.
-        attention: Its `attn_implementation`; transformers' own choice if None.
-        seed: Of the weights.
-        overrides: Replace keys of the configuration.
+    `kind` is the name of its class, by default of the causal language model, `attention` its `attn_implementation`. The
+    types in `FLOAT32_ONLY` fail in any other dtype. `overrides` replace keys of the configuration.
     """
     if name in UNBUILT:
         raise ValueError(UNBUILT[name])
@@ -169,10 +162,25 @@ def build(spec: str, **options: Any) -> PreTrainedModel:
     return tiny_model(name, **{"kind": kind or None, "dtype": dtype, **options})
 
 
-def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+def documents(lengths: tuple[int, ...] = (7, 1, 3, 11)) -> list[Tensor]:
     """Random token ids `[1, n]` for every length."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The limit for small models; transformers computes norms and rotary angles in float32 also in float64."""
+    return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
+
+
+def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """Return the gradients of all parameters, with a different weight for each of the values."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype, device=values.device).view_as(values)
+    (values * weights).sum().backward()  # torch.autograd.grad doesn't go through reentrant checkpoints
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return found
 
 
 def _part_for(config: PreTrainedConfig, wanted: type[PreTrainedConfig]) -> PreTrainedConfig:

@@ -68,7 +68,6 @@ FUNCTIONS: dict[str, Callable[[], None]] = {
     "bounds": test_gpu.test_validate_finds_bad_bounds_on_the_device,
     "waiting": test_gpu.test_nothing_waits_for_the_host,
     "isolation": test_gpu.test_a_change_in_a_document_changes_no_other_bit,
-    "patched": test_gpu.test_a_patched_model,
     **{name: partial(test_models.test_documents_stay_apart, name, BF16) for name in test_models.KINDS},
 }  # fmt: skip
 

@@ -57,16 +57,17 @@ def check_backend(inputs: Inputs, backend: Any = "auto") -> Errors:
 def check_outputs(inputs: Inputs, actual: dict[str, Tensor]) -> Errors:
     """Check outputs that were computed elsewhere, some or all of "out", "lse", "dq", "dk", "dv" and "dsinks", as
     `check_backend` does."""
-    exact, plain, terms = _standard(inputs)
-    errors = Errors({}, {}, {})
+    wide, errors = _with_dtype(inputs, torch.float64), Errors({}, {}, {})
+    exact, plain = run(wide, "reference"), run_plain(inputs)
+    terms = _sizes_of_terms(wide, exact)
     for name, got in actual.items():
         want, finite = exact[name], exact[name].isfinite()
         if not torch.equal(got.isfinite(), finite) or not torch.equal(got.isneginf(), want.isneginf()):
             raise AssertionError(f"{name}: finite and infinite values are not where the reference has them")
         errors.backend[name] = _largest(got.double() - want, finite)
         errors.plain[name] = _largest(plain[name].double() - want, finite)
-        wide = torch.promote_types(got.dtype, torch.float32)
-        rounding = torch.finfo(got.dtype).eps * _largest(want, finite) + torch.finfo(wide).eps * terms[name]
+        sums = torch.promote_types(got.dtype, torch.float32)
+        rounding = torch.finfo(got.dtype).eps * _largest(want, finite) + torch.finfo(sums).eps * terms[name]
         if name == "dsinks":
             rounding += torch.finfo(inputs.q.dtype).eps * terms["rounded"]
         errors.allowed[name] = 2 * errors.plain[name] + BAND * rounding
@@ -74,13 +75,6 @@ def check_outputs(inputs: Inputs, actual: dict[str, Tensor]) -> Errors:
     if worse:
         raise AssertionError(f"{', '.join(worse)} beyond twice plain attention's error: {errors}")
     return errors
-
-
-def _standard(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """Return the float64 reference, plain attention's outputs, and the sizes of the terms."""
-    wide = _with_dtype(inputs, torch.float64)
-    exact = run(wide, "reference")
-    return exact, run_plain(inputs), _sizes_of_terms(wide, exact)
 
 
 def _with_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:

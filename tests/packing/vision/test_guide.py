@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tritonpack
 from tests.packing.vision.examples import BEGIN, END, IMAGE, VIDEO, build
-from tests.patches.comparison import apart, tolerance
+from tests.patches.zoo import apart, tolerance
 from tests.test_guides import DOCS, blocks
 from tritonpack.packing.vision.families import FAMILIES
 
@@ -43,59 +43,38 @@ def qwen2_vl() -> Any:
         return transformers.Qwen2VLProcessor(images, tokenizer, video_processor=None)
 
 
-def conversations(image: str) -> list[tuple[str, list[Any]]]:
-    """Texts and their images: no image, one, two, and one."""
-
-    def picture(height: int, width: int) -> Any:
-        values = np.random.default_rng(height * width).integers(0, 255, (height, width, 3), dtype=np.uint8)
-        return pytest.importorskip("PIL.Image").fromarray(values)
-
-    return [
-        ("user what is this ? assistant a dog .", []),
-        (f"user {image} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
-        (f"user {image} a {image} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
-        (f"{image} the dog runs", [picture(9, 16)]),
-    ]
-
-
-@pytest.mark.slow
-def test_packed_equals_what_the_processor_returns() -> None:
-    """With `return_tensors="pt"` an output is a call of the model. Lists, arrays and rows of a table are the same."""
-    model, processor = build("qwen2_vl").eval(), qwen2_vl()
-    inputs = [
-        {"text": text, "images": images or None}
-        for text, images in conversations("<|vision_start|> <|image_pad|> <|vision_end|>")
-    ]
-    outputs = [processor(**one, return_tensors="pt") for one in inputs]
-    tables = [{"pixel_values": None} | {column: values.tolist() for column, values in one.items()} for one in outputs]
-    collate = tritonpack.VisionPackingCollator(model)
-    with torch.no_grad():
-        expected = torch.cat([model(**one).logits[0] for one in outputs])
-        with tritonpack.patch(model):
-            row = collate(outputs)
-            assert apart([expected], [model(**row).logits[0]]) < tolerance(torch.float64)
-    for others in ([processor(**one) for one in inputs], tables):
-        same = collate(others)
-        assert same.keys() == row.keys()
-        for column, values in row.items():
-            assert torch.equal(torch.as_tensor(same[column]), torch.as_tensor(values)), column
+def picture(height: int, width: int) -> Any:
+    values = np.random.default_rng(height * width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return pytest.importorskip("PIL.Image").fromarray(values)
 
 
 @pytest.mark.slow
 def test_blocks() -> None:
-    """From a processor to a training step, and to rows by tokens. `from_pretrained` returns what is here."""
-    model = build("qwen2_vl")
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    given: dict[str, Any] = {"conversations": conversations("<|vision_start|><|image_pad|><|vision_end|>")[:3]}
+    """From a processor, whose outputs are calls of the model, to a training step, and to rows by tokens."""
+    model, single, image = build("qwen2_vl"), build("qwen2_vl").eval(), "<|vision_start|> <|image_pad|> <|vision_end|>"
+    given: dict[str, Any] = {"conversations": [
+        ("user what is this ? assistant a dog .", []),
+        (f"user {image} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
+        (f"user {image} a {image} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
+    ]}  # fmt: skip
     with (
         mock.patch.object(transformers.AutoProcessor, "from_pretrained", return_value=qwen2_vl()),
         mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", return_value=model),
     ):
         for block in blocks("vision"):
             exec(compile(block, "vision.md", "exec"), given)
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert given["batch"]["position_ids"].shape[:2] == (4, 1)
+    assert not any(torch.equal(a, b) for a, b in zip(single.parameters(), model.parameters(), strict=True))
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == given["loader"].documents.units.tokens.sum()
+    row, outputs = given["batch"], given["examples"]
+    tables = [{"pixel_values": None} | {column: values.tolist() for column, values in one.items()} for one in outputs]
+    arrays = [{column: values.numpy() for column, values in one.items()} for one in outputs]
+    for same in map(given["collate"], (tables, arrays)):
+        assert same.keys() == row.keys()
+        assert all(torch.equal(torch.as_tensor(same[column]), torch.as_tensor(row[column])) for column in row)
+    with torch.no_grad():
+        expected = torch.cat([single(**one).logits[0] for one in outputs])
+        with tritonpack.patch(single):
+            assert apart([expected], [single(**row).logits[0]]) < tolerance(torch.float64)
 
 
 def test_table_of_families_is_that_of_the_code() -> None:

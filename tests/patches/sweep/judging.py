@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case, NotBuiltError, build, load, no_text
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import Losses, expected_losses, losses_of
 from tests.patches.sweep.results import HOWS, NEVER, OPTIONS, VERDICTS, Row
-from tests.patches.sweep.subject import Outputs, Subject, difference
+from tests.patches.sweep.subject import Losses, Outputs, Subject, difference, expected_losses, losses_of
+from tests.patches.zoo import apart, gradients_of, tolerance
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
 
@@ -345,7 +344,7 @@ def message(error: BaseException) -> str:
 def means(handle: Any) -> str:
     """Describe a handle's report; empty for a model without a handle."""
     report = getattr(handle, "report", None)
-    if report is None:
-        return ""
-    told = {"dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions}
+    told = {} if report is None else {
+        "dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions,
+    }  # fmt: skip
     return ", ".join(word for word, is_told in told.items() if is_told)

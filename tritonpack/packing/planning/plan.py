@@ -142,7 +142,8 @@ def plan_epoch(
             documents for `least_steps`.
         ImportError: numba can't be imported.
     """
-    refuse_removed(removed, "plan_epoch()")
+    if removed:
+        refuse_removed(removed, "plan_epoch()")
     check_integer(capacity, "capacity", 1, MOST_TOKENS)
     check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
     check_integer(least_steps, "least_steps")

@@ -106,7 +106,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         group: Any = None,
         **removed: Any,
     ) -> None:
-        refuse_removed(removed, "MultipackDistributedBatchSampler()")
+        if removed:
+            refuse_removed(removed, "MultipackDistributedBatchSampler()")
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
         self._seed_is_given = seed is not None
         self.seed = check_integer(torch.initial_seed() if seed is None else seed, "seed", 0, None)
