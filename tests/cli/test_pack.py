@@ -128,9 +128,9 @@ def test_changed_documents_are_packed_again(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_place_in_files(tmp_path, error, kind):
     given = documents()
-    given[7]["labels"] = [1]  # in the second of three files, which begins with document 4
+    given[4]["labels"] = [1]  # the first of the second of three files
     path = write_files(tmp_path / "in", kind, given)
-    assert f"document 3 of {path / f'1.{kind}'} has 4 input_ids but 1 labels; give" in error(path)
+    assert f"document 0 of {path / f'1.{kind}'} has 8 input_ids but 1 labels; give" in error(path)
 
 
 def test_wrong_paths_and_files(tmp_path, error, monkeypatch):

@@ -337,6 +337,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"columns chosen_ids, rejected_ids\..*share_prefixes=True"),
     "a classifier": ({"model": a_classifier}, {},
         r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"),
+    "a loss without a name": ({"model": lambda: encoder(transformers.AutoModelForQuestionAnswering)}, {},
+        r"doesn't tell what its labels belong to\. Pass labels='causal'"),
     "attention": ({}, {"attention": "sdpa"}, r"leave both out\. Here: pass unpad=False"),
     "a stream": ({"train_dataset": lambda: datasets().from_list(DOCUMENTS).to_iterable_dataset(), "max_steps": 2}, {},
         r"iterable.*pack_stream"),

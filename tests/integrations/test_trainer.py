@@ -159,5 +159,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="made for another trainer"):
             other.train()
         trainer.add_callback(make(trainer))
+        with pytest.raises(ValueError, match="the trainer has a SavedTokensCallback, and setup adds one"):
+            tritonpack.setup(trainer, 64)
     with pytest.raises(ValueError, match="is not patched"):
         trainer.train()
