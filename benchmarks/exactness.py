@@ -1,4 +1,4 @@
-"""Print the largest errors of each backend against float64, and those of plain attention in the same dtype.
+"""Print the largest errors of each backend and of plain attention against float64 in the same dtype.
 
     python -m benchmarks.exactness            # reference and blocked; on a GPU triton too
     TRITON_INTERPRET=1 python -m benchmarks.exactness   # triton in its interpreter as well

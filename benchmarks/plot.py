@@ -69,7 +69,7 @@ def file_name(picture: Picture, devices: Sequence[str]) -> str:
 
 
 def heights(row: Row, unit: str) -> tuple[float, float, float]:
-    """What a bar shows, and its ends at the 80th and 20th percentile of the time."""
+    """Return the height of a bar, and its ends at the 80th and 20th percentile of the time."""
     if unit == "ms":
         low, middle, high = (float(row[f"p{n}_ms"] or row["p50_ms"]) for n in (20, 50, 80))
         return middle, low, high

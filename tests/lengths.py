@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# The mean and the spread (sigma) of log-normal lengths like those of two data sets; `distributions`, `flan` and
-# `orca_math` say where they come from.
+# The mean and the spread (sigma) of log-normal lengths like those of two data sets, see `flan` and `orca_math`.
 FLAN, ORCA_MATH = (200, 0.8), (320, 0.4)
 
 
@@ -32,10 +31,7 @@ def distributions(tokens: int) -> dict[str, list[int]]:
     """Name -> lengths that sum to `tokens`.
 
     one: a single document. skewed: half the tokens in one document, the rest in documents of 256. stdlib: log-normal,
-    mean 700, sigma 1.2, the shape of the standard library's documented functions. flan: log-normal, mean 200, sigma
-    0.8. orca: log-normal, mean 320, sigma 0.4; OrcaMath's data card counts 225,322,861 bytes in 200,035 examples, which
-    is 1,126 bytes each, and 3.5 bytes a token are assumed; that examples are longer than FLAN's and vary much less is
-    what "Packing with Flash Attention 2" (Hugging Face) says, how much less is assumed, too. openchat: as `lookalike`.
+    as the standard library's documented functions. flan, orca: as `flan` and `orca_math`. openchat: as `lookalike`.
     tiny: documents of 20.
     """
     short = tokens // 2
@@ -84,7 +80,8 @@ def flan(documents: int, seed: int = 0) -> np.ndarray:
 def orca_math(documents: int, seed: int = 0) -> np.ndarray:
     """(documents,) int64: longer lengths that differ less, as OrcaMath's: log-normal with a mean of 320.
 
-    The longest of four is 1.45 times their mean; published are 1.4 times the throughput.
+    The longest of four is 1.45 times their mean; published are 1.4 times the throughput. Its data card counts 1,126
+    bytes an example; 3.5 bytes a token are assumed.
     """
     return log_normal(documents, *ORCA_MATH, 4096, seed)
 

@@ -23,32 +23,25 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
-    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=q.shape[0])
-    return varlen_attention(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True, backend=backend)
+def attention_with_lse(cu_seqlens: Tensor, *leaves: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
+    *inputs, sinks = leaves
+    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=inputs[0].shape[0])
+    return varlen_attention(*inputs, mask, sinks=sinks, softcap=20.0, return_lse=True, backend=backend)
 
 
-def tensors(lengths: list[int]) -> tuple[Tensor, ...]:
-    q, k, v = (torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    sinks = torch.randn(4, requires_grad=True)
-    return q, k, v, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), sinks
-
-
-def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor) -> list[Tensor]:
-    out, lse = function(q, k, v, cu_seqlens, sinks)
-    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks))]
+def outputs(function: Any, lengths: list[int]) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    leaves.append(torch.randn(4, requires_grad=True))
+    out, lse = function(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), *leaves)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
 
 
 @pytest.mark.parametrize(
     ("compiler", "backend"),
-    [
-        ("aot_eager", "blocked"),
-        pytest.param("inductor", "blocked", marks=pytest.mark.slow),
-        pytest.param("aot_eager", "triton", marks=(pytest.mark.interpreter, pytest.mark.slow)),
-    ],
-)
+    [("aot_eager", "blocked"), pytest.param("inductor", "blocked", marks=pytest.mark.slow),
+     pytest.param("aot_eager", "triton", marks=(pytest.mark.interpreter, pytest.mark.slow))],
+)  # fmt: skip
 def test_one_graph_for_all_lengths(compiler: str, backend: Backend) -> None:
     """Sizes are symbols in forward and backward. Backends are imported, and tiles are planned, while torch.compile
     traces."""
@@ -56,8 +49,7 @@ def test_one_graph_for_all_lengths(compiler: str, backend: Backend) -> None:
     function = partial(attention_with_lse, backend=backend)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for lengths in ([30, 5, 0, 21], [7, 90, 4], [3, 3, 3], [64, 64, 1]):
-        given = tensors(lengths)
-        for expected, got in zip(outputs(function, *given), outputs(compiled, *given), strict=True):
+        for expected, got in zip(outputs(function, lengths), outputs(compiled, lengths), strict=True):
             torch.testing.assert_close(got, expected)
         counts.add(counter.frame_count)
     assert len(counts) == 1

@@ -118,11 +118,3 @@ def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     names = {f"{module}.{name}" for name in import_module(module).__all__} - {"tritonpack.__version__"}
     assert len(names) > 3
     assert sorted(names - documented) == []
-
-
-def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
-    page = (site / "reference" / "flash_attn.html").read_text(encoding="utf-8")
-    assert "<code>max_seqlen_q, " not in page
-    page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
-    assert page.count("<b><code>chunk_size</code></b>") >= 5
-    assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">mask</span>' in page  # an example of a docstring

@@ -67,7 +67,7 @@ GUESTS = {
 
 
 def imports_of(source: str, module: str) -> set[str]:
-    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
+    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.forms"."""
     names = set()
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
@@ -276,21 +276,6 @@ def test_public_names_exist() -> None:
         assert getattr(tritonpack, name) is not None
     with pytest.raises(AttributeError, match=r"has no attribute 'flash'; it has .*varlen_attention"):
         tritonpack.flash  # noqa: B018
-
-
-def test_nothing_is_installed_by_the_name_tritonpack() -> None:
-    """The package is installed from a clone (`pip install '.[plots]'`), because no registry has it."""
-    by_name = re.compile(r"pip install [^\n`]*tritonpack|tritonpack\[")
-    assert [path for path in (*MODULES, *PAGES) if by_name.search(read(path))] == []
-
-
-def test_demo_installs_what_the_package_needs_but_triton() -> None:
-    """The Makefile names the packages, because pip can't leave out one of them."""
-    needed = pytest.importorskip("tomllib").loads(read(ROOT / "pyproject.toml"))["project"]
-    (line,) = re.findall(r'\$\(PIP\) (".*matplotlib)$', read(ROOT / "Makefile"), re.M)
-    torch, triton, *others = needed["dependencies"]
-    assert (torch[:5], triton[:6]) == ("torch", "triton")
-    assert line.replace('"', "").split() == [*others, "matplotlib"]
 
 
 @pytest.mark.slow

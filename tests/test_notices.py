@@ -1,10 +1,9 @@
 """Warnings appear once per process and key, also with threads, and name the user's line and their remedy."""
 
-import pickle
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,28 +57,9 @@ def test_nothing_is_said_while_unheard(heard: list[warnings.WarningMessage]) -> 
 
 def test_one_of_many_threads_warns(heard: list[warnings.WarningMessage]) -> None:
     barrier = threading.Barrier(16)
-
-    def speak() -> None:
-        barrier.wait()
-        notices.say_once("a-key", "Facts.")
-
-    threads = [threading.Thread(target=speak) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda _: (barrier.wait(), notices.say_once("a-key", "Facts.")), range(16)))
     assert len(heard) == 1
-
-
-def test_patched_models_are_weak_references() -> None:
-    from torch import nn
-
-    model = nn.Linear(1, 1)
-    notices.patched_models.add(model)
-    assert model in notices.patched_models
-    gone = weakref.ref(model)
-    del model
-    assert gone() is None
 
 
 def what_a_worker_knows(_: object) -> tuple[int, bool]:
@@ -92,7 +72,3 @@ def test_forked_workers_know_patched_models_and_spawned_ones_do_not(method: str)
     assert notices.knows_patched_models()
     given: dict[str, Any] = {"collate_fn": what_a_worker_knows, "multiprocessing_context": method}
     assert sorted(DataLoader(range(2), num_workers=2, **given)) == [(0, method == "fork"), (1, False)]  # type: ignore[arg-type]
-
-
-def test_warnings_survive_pickling() -> None:
-    assert str(pickle.loads(pickle.dumps(tritonpack.PackingWarning("text")))) == "text"

@@ -1,8 +1,4 @@
-"""Arguments that tell documents apart, in every type of numbers: read exactly, or refused.
-
-float16 can't count above 2,048 and bfloat16 above 256; 8 and 16 bits wrap around. So numbers of documents, positions
-and offsets are int32 or int64. A mask of padding may have any type that holds 0 and 1.
-"""
+"""Arguments that tell documents apart, in every type of numbers: read exactly, or refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +17,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import tritonpack
+from tests.masks.forests import mask_of_ends
 from tests.patches import zoo
 from tests.patches.models import NAMES_OF_CACHE, tiny_model
 
@@ -47,10 +44,6 @@ def dense(name: str, **others: Any) -> Callable[[Tensor], Tensor]:
     return lambda numbers: getattr(BlockDiagonalMask, name)(numbers, **others).to_dense()
 
 
-def offsets_of_keys(numbers: Tensor) -> Tensor:
-    return BlockDiagonalMask.from_cu_seqlens(OFFSETS.to(numbers.dtype), numbers).to_dense()
-
-
 def attention(function: Callable[..., Any], names: str, **others: Any) -> Callable[[Tensor], Tensor]:
     """A call of a function of `flash_attn` with these names of arguments for its numbers."""
 
@@ -71,13 +64,13 @@ ONES = torch.ones(1, TOKENS, 1)
 NUMBERED: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "from_seqlens": (torch.tensor(LENGTHS), dense("from_seqlens")),
     "from_cu_seqlens": (OFFSETS, dense("from_cu_seqlens")),
-    "cu_seqlens_k": (OFFSETS, offsets_of_keys),
+    "cu_seqlens_k": (OFFSETS, lambda cu: BlockDiagonalMask.from_cu_seqlens(OFFSETS.to(cu.dtype), cu).to_dense()),
     "from_position_ids": (POSITIONS, dense("from_position_ids")),
     "from_position_ids of images": (POSITIONS.expand(3, 1, -1), dense("from_position_ids")),
     "from_segment_ids": (NUMBERS + 1, dense("from_segment_ids")),
     "spans": (NUMBERS, lambda numbers: dense("from_position_ids", spans=numbers)(POSITIONS)),
     "from_tree": (PARENTS, dense("from_tree")),
-    "from_tree_ends": (ENDS, dense("from_tree_ends")),
+    "ends of trees": (ENDS, lambda numbers: mask_of_ends(numbers).to_dense()),
     "flash_attn_varlen_func": (OFFSETS, attention(fa2.flash_attn_varlen_func, BOTH, **LONGEST)),
     "seqused": (
         torch.tensor(LENGTHS),
@@ -93,7 +86,6 @@ NUMBERED: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
 PADDED: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "from_padding_mask": (PADDING, dense("from_padding_mask")),
     "unpad_input": (PADDING, lambda mask: unpad_input(ONES, mask)[2]),
-    "unused_mask of unpad_input": (PADDING, lambda mask: unpad_input(ONES, 1 - PADDING, mask)[2]),
 }
 
 
@@ -119,10 +111,10 @@ def test_numbers_and_masks_of_padding(name: str) -> None:
     require_exact(call, numbers, set(WHOLE) if name in NUMBERED else MASKS)
 
 
-@pytest.mark.parametrize("name", ["unpad_input", "unused_mask of unpad_input"])
-def test_unpad_input_refuses_masks_that_number_documents(name: str) -> None:
-    with pytest.raises(ValueError, match="must hold 0 and 1"):
-        PADDED[name][1](NUMBERS)
+def test_unpad_input_refuses_masks_that_number_documents() -> None:
+    for masks in ([NUMBERS], [1 - PADDING, NUMBERS]):
+        with pytest.raises(ValueError, match="must hold 0 and 1"):
+            unpad_input(ONES, *masks)
 
 
 # The arguments of a patched call -> the numbers.
@@ -160,15 +152,12 @@ def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
         require_exact(call, ARGUMENTS[name.removeprefix("decoder_")], set(WHOLE), numbered_mask=masks)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["filled", "static"])
-def test_masks_that_number_documents_beside_a_cache(static: bool) -> None:
+def test_masks_that_number_documents_beside_a_cache() -> None:
     """The keys of a cache are those of one document."""
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
-    cache = StaticCache(model.config, max_cache_len=16) if static else DynamicCache()
-    ids, numbers = IDS[:, :8], torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3]])
-    name = NAMES_OF_CACHE[-1]
+    ids, numbers, name = IDS[:, :8], torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3]]), NAMES_OF_CACHE[-1]
     with tritonpack.patch(model), torch.no_grad():
-        if not static:
+        for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=16)):
             model(ids[:, :3], **{name: cache})
-        with pytest.raises(ValueError, match="numbers several documents"):
-            model(ids if static else ids[:, 3:], attention_mask=numbers, **{name: cache})
+            with pytest.raises(ValueError, match="numbers several documents"):
+                model(ids[:, 3:], attention_mask=numbers, **{name: cache})

@@ -72,8 +72,7 @@ def test_fake_tensors_pass_the_operator() -> None:
         start, stop = (torch.empty(9, dtype=torch.int32) for _ in range(2))
         out = varlen_attention(q, k, v, BlockDiagonalMask(start, stop, 9, trusted=True))
         (dq,) = torch.autograd.grad(out.sum(), q)
-    assert isinstance(out, FakeTensor)
-    assert isinstance(dq, FakeTensor)
+    assert {type(out), type(dq)} == {FakeTensor}
     assert out.shape == dq.shape == (9, 4, 16)
 
 
@@ -114,21 +113,14 @@ def test_saved_tensors_hooks_see_what_a_layer_keeps() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("written", "error"),
-    [
-        ("bounds", "must not be overwritten"),
-        ("transpose", "must not be overwritten"),
-        ("slopes", "modified by an inplace operation"),
-    ],
-)
-def test_writes_between_forward_and_backward(written: str, error: str, backend: Any) -> None:
+@pytest.mark.parametrize("written", ["bounds", "transpose", "slopes"])
+def test_writes_between_forward_and_backward(written: str, backend: Any) -> None:
     inputs = make_inputs(Case("plain", (9, 4, 5), alibi="heads" if written == "slopes" else None))
     q = inputs.q.requires_grad_()
     out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend, **inputs.keywords)
     mask = inputs.mask.transpose() if written == "transpose" else inputs.mask
     (inputs.keywords["alibi_slopes"] if written == "slopes" else mask.key_start).add_(0)
-    with pytest.raises((ValueError, RuntimeError), match=error):
+    with pytest.raises((ValueError, RuntimeError), match=r"must not be overwritten|modified by an in"):
         out.sum().backward()
 
 

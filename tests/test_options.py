@@ -8,33 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.masks.random_masks import distances
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, check_backend, make_inputs
 
-LENGTHS = (40, 0, 90, 7)
+LENGTHS = [40, 0, 90, 7]
 HEADS = 3
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention with ALiBi, document by document, in the precision of the inputs."""
-    outs, lses, start = [], [], 0
-    for number, length in enumerate(LENGTHS):
-        rows = slice(start, start + length)
-        places = torch.arange(length, dtype=q.dtype)
-        distance = (places[:, None] - places).abs()
+    outs, lses = [], []
+    for number, (queries, keys, values) in enumerate(zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)):
+        places = torch.arange(len(queries), dtype=q.dtype)
         slope = slopes[number] if slopes.ndim == 2 else slopes
-        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) / math.sqrt(q.shape[2])
-        scores = scores - slope.to(q.dtype)[:, None, None] * distance
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(q.shape[2])
+        scores = scores - slope.to(q.dtype)[:, None, None] * (places[:, None] - places).abs()
         scores = scores.masked_fill(places > places[:, None], -math.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows]))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
         lses.append(scores.logsumexp(-1))
-        start += length
     return torch.cat(outs), torch.cat(lses, 1)
-
-
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.randn(sum(LENGTHS), HEADS, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    return q, k, v
 
 
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
@@ -43,7 +36,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def test_alibi_in_float64_precision(backend: Any, of: str, dtype: torch.dtype) -> None:
     """The slopes aren't powers of two, so their products with distances need more than 24 bits."""
     slopes = torch.rand(*([len(LENGTHS)] if of == "documents" else []), HEADS, dtype=dtype) + 0.1
-    q, k, v = inputs()
+    q, k, v = torch.randn(3, sum(LENGTHS), HEADS, 16, dtype=torch.float64, requires_grad=True).unbind()
     mask = BlockDiagonalMask.from_seqlens(LENGTHS)
     found = varlen_attention(q, k, v, mask, alibi_slopes=slopes, return_lse=True, backend=backend)
     expected = by_hand(q, k, v, slopes)
@@ -65,9 +58,9 @@ def test_alibi_of_some_rows_and_some_keys(name: str, backend: Any) -> None:
         for size in (inputs.mask.num_queries, inputs.mask.num_keys)
     )
     mask = inputs.mask.restrict(rows).restrict(None, keys)
-    distances = inputs.mask.distances()[rows][:, keys]
-    assert torch.equal(mask.distances(), distances)
-    assert torch.equal(mask.restrict(None, torch.arange(5, 40)).distances(), distances[:, 5:40])
+    expected = distances(inputs.mask)[rows][:, keys]
+    assert torch.equal(distances(mask), expected)
+    assert torch.equal(distances(mask.restrict(None, torch.arange(5, 40))), expected[:, 5:40])
     part = replace(
         inputs, q=inputs.q[rows], k=inputs.k[keys], v=inputs.v[keys], dout=inputs.dout[rows], dlse=inputs.dlse[:, rows],
         mask=mask,

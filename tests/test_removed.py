@@ -18,13 +18,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     *((partial(tritonpack.patch, tiny_model("llama"), **{name: False}), rf"{name} of patch\(\) was removed: use ")
       for name in ("tiled_loss", "tiled_mlp")),
     (lambda: tritonpack.SequenceParallel(None, heads_k_stride=1), "was removed: .*about four steps of heads"),
+    (lambda: tritonpack.SequenceParallel(None, grad_reduce="sum"), "was removed: .*divide the loss by the number of"),
     (lambda: tritonpack.AllGatherWithGrad(backward="slice"), "was removed: .*divide the loss by the number of ranks"),
     (lambda: check_layout_name("balanced"), "was removed: .*layout='documents' is as even"),
     *((partial(call, **{name: 1}), rf"{name} of \w+\(\) was removed: {re.escape(OPTIONS[name])}")
-      for name in ("lookahead", "steps_together", "budgets", "resources", "cost_model")
+      for name in ("lookahead", "steps_together", "order", "budgets", "resources", "cost_model")
       for call in (partial(tritonpack.dataloader, DOCUMENTS, 8), partial(tritonpack.packing.plan_epoch, [8] * 8, 8, 1),
                    partial(tritonpack.MultipackDistributedBatchSampler, 8, [8] * 8))),
     (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), re.escape(OPTIONS["first_fit"])),
+    (lambda: tritonpack.pack([1], 1, algorithm="windowed"), re.escape(OPTIONS["windowed"])),
     (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), re.escape(OPTIONS["cost_model"])),
 ]  # fmt: skip
 

@@ -10,31 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tests.masks.forests import forests, leaves_of, path_of, visible
+from tests.masks.forests import forests, leaves_of, mask_of_ends, path_of, visible
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.masks.tree import SLACK
-from tritonpack.testing import CASES, Inputs, make_inputs
+from tritonpack.testing import CASES, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
 
 BACKENDS = pytest.mark.parametrize("backend", ["blocked", "reference"])
 IN_THE_INTERPRETER = pytest.param("triton", marks=pytest.mark.interpreter)
 AND_TRITON = pytest.mark.parametrize("backend", ["blocked", "reference", IN_THE_INTERPRETER])
 TREES = {case.name: case for case in CASES if case.parents is not None}
-
-
-def path_sums(parents: tuple[int, ...], inputs: Inputs, douts: dict[int, Tensor], window: Any) -> dict[str, Tensor]:
-    """Each path from a root to a leaf computed alone: outputs by token, and gradients summed over the paths."""
-    sums = {"dq": torch.zeros_like(inputs.q), "dk": torch.zeros_like(inputs.k), "dv": torch.zeros_like(inputs.v)}
-    outputs = {"out": torch.zeros_like(inputs.dout), "lse": torch.full_like(inputs.dlse, float("-inf"))}
-    for leaf, dout in douts.items():
-        path = torch.tensor(path_of(parents, leaf))
-        mask = BlockDiagonalMask.from_seqlens([len(path)], window=window)
-        dlse = torch.zeros(inputs.q.shape[1], len(path), dtype=inputs.q.dtype)
-        alone = run(Inputs(inputs.q[path], inputs.k[path], inputs.v[path], dout, dlse, mask), "reference")
-        outputs["out"][path], outputs["lse"][:, path] = alone["out"], alone["lse"]
-        for name, total in sums.items():
-            total[path] += alone[name]
-    return outputs | sums
 
 
 @pytest.mark.fast("reference")
@@ -46,26 +31,28 @@ def path_sums(parents: tuple[int, ...], inputs: Inputs, douts: dict[int, Tensor]
     heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
 )
 def test_a_tree_equals_every_path_alone(
-    backend: str, parents: tuple[int, ...], window: Any, heads: tuple[int, int]
+    backend: Any, parents: tuple[int, ...], window: Any, heads: tuple[int, int]
 ) -> None:
     """Outputs are equal, and the gradients of a shared token are the sums over its paths."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    total, (query_heads, key_heads) = len(parents), heads
-    q, k, v = draw(total, query_heads, 8), draw(total, key_heads, 8), draw(total, key_heads, 4)
-    douts = {leaf: draw(len(path_of(parents, leaf)), query_heads, 4) for leaf in leaves_of(parents)}
-    dout = torch.zeros(total, query_heads, 4, dtype=torch.float64)
-    for leaf, one in douts.items():
-        dout[torch.tensor(path_of(parents, leaf))] += one
-    dlse = torch.zeros(query_heads, total, dtype=torch.float64)
-    inputs = Inputs(q, k, v, dout, dlse, BlockDiagonalMask.from_tree(parents, window=window))
-    expected, actual = path_sums(parents, inputs, douts, window), run(inputs, backend)
-    for name in ROW_OUTPUTS:
+    paths = [path_of(parents, leaf) for leaf in leaves_of(parents)]
+    rows, total = torch.cat([torch.tensor(path) for path in paths]), len(parents)
+    leaves = draw(total, heads[0], 8), draw(total, heads[1], 8), draw(total, heads[1], 4)
+    dout, dlse = draw(len(rows), heads[0], 4), draw(heads[0], len(rows))
+    tree = BlockDiagonalMask.from_tree(parents, window=window)
+    alone = BlockDiagonalMask.from_seqlens([len(path) for path in paths], window=window)
+    results = []
+    for mask, inputs, outputs in ((tree, slice(None), rows), (alone, rows, slice(None))):
+        out, lse = varlen_attention(*(x[inputs] for x in leaves), mask, return_lse=True, backend=backend)
+        out, lse = out[outputs], lse[:, outputs]
+        results.append((out, lse, *torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)))
+    for name, actual, expected in zip(ROW_OUTPUTS, *results, strict=True):
         torch.testing.assert_close(
-            actual[name], expected[name], rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            actual, expected, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -106,16 +93,9 @@ def test_a_part_of_a_tree_whose_rows_see_no_key(backend: str) -> None:
     assert not out[[0, 3]].any()
     assert bool((lse[:, [0, 3]] == float("-inf")).all())
     assert bool(lse[:, 1:3].isfinite().all())
-
-
-@BACKENDS
-def test_trees_without_tokens(backend: str) -> None:
-    q = torch.zeros(0, 2, 8, requires_grad=True)
-    empty = torch.tensor([], dtype=torch.int64)
-    for mask in (BlockDiagonalMask.from_tree([]), BlockDiagonalMask.from_tree([-1, 0]).restrict(empty, empty)):
-        out = varlen_attention(q, q, q, mask, backend=backend)
-        out.sum().backward()
-        assert out.shape == (0, 2, 8)
+    q, none = torch.zeros(0, 2, 16, requires_grad=True), torch.tensor([], dtype=torch.int64)
+    for without_tokens in (BlockDiagonalMask.from_tree([]), mask.restrict(none, none)):
+        varlen_attention(q, q, q, without_tokens, backend=backend).sum().backward()
 
 
 @AND_TRITON
@@ -152,7 +132,7 @@ def test_a_graph_that_makes_masks_of_ends_fits_all_sizes(reach: dict[str, Any]) 
     counter = CompileCounter()
 
     def bounds(ends: Tensor) -> tuple[Tensor, ...]:
-        mask = BlockDiagonalMask.from_tree_ends(ends, **reach)
+        mask = mask_of_ends(ends, **reach)
         return mask.key_start + 0, mask.key_stop + 0, mask.query_stop + 0, mask.diagonal + 0
 
     compiled = torch.compile(bounds, backend=counter, fullgraph=True, dynamic=True)

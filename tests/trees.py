@@ -44,12 +44,7 @@ def tree_batches() -> dict[str, list[Nodes]]:
 
 def path_lengths(nodes: Nodes) -> list[int]:
     """The tokens of each path from the root to a leaf: the lengths of the sequences without sharing."""
-    inner, lengths = {parent for parent, _ in nodes}, []
-    for number in range(len(nodes)):
-        node, length = number, 0
-        while node != ROOT:
-            length += nodes[node][1]
-            node = nodes[node][0]
-        if number not in inner:
-            lengths.append(length)
-    return lengths
+    inner, lengths = {parent for parent, _ in nodes}, {ROOT: 0}
+    for number, (parent, tokens) in enumerate(nodes):
+        lengths[number] = lengths[parent] + tokens
+    return [lengths[number] for number in range(len(nodes)) if number not in inner]

@@ -27,7 +27,7 @@ OLDEST, NEWEST = "lowest-direct", "highest"  # of uv's resolutions
 
 
 class ReleaseError(Exception):
-    """What is wrong with the release."""
+    """A fault of the release."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def check_version(changelog: str, version: str) -> str:
-    """The first entry of the changelog is that of the version, and has a date."""
+    """The first entry of the changelog is the version's, and has a date."""
     found = re.search(r"^## \[(.*?)\] - (.*)$", changelog, re.MULTILINE)
     if not found or found[1] != version:
         raise ReleaseError(f"CHANGELOG.md begins with {found and found[1]}, and tritonpack.__version__ is {version}.")

@@ -178,7 +178,7 @@ def _arguments(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTa
         query_start=transposed.key_start,
         query_stop=transposed.key_stop,
         diagonal=mask.diagonal if options.alibi_slopes is not None else None,
-        key_places=mask.places if options.alibi_slopes is not None else None,
+        key_places=mask.key_places if options.alibi_slopes is not None else None,
         is_tree=mask.is_tree,
         forward_tiles=tiles.forward,
         key_tiles=tiles.keys,

@@ -129,6 +129,8 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         return slopes[None]
     if mask.document is None:
         raise ValueError("alibi_slopes per document need a mask that numbers its documents; pass one slope per head.")
+    if mask.max_documents is not None and slopes.shape[0] > mask.max_documents:
+        raise ValueError(f"alibi_slopes are for {slopes.shape[0]} documents, but the mask has {mask.max_documents}.")
     require(
         (mask.document < slopes.shape[0]).all(),
         lambda: f"alibi_slopes are for {slopes.shape[0]} documents, but the mask has more; pass a row per document.",

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens", type=int, help="measure batches of so many tokens instead of the list of shapes")
+    parser.add_argument("--tokens", type=int, help="measure batches of this many tokens instead of the list of shapes")
     parser.add_argument("--heads", type=int, help="query heads, with --tokens (default: 32)")
     parser.add_argument("--head-dim", type=int, help="with --tokens (default: 128)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="with --tokens (default: bfloat16)")

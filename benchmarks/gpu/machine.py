@@ -1,4 +1,4 @@
-"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [ceilings]`.
+"""Prints the facts of a machine with a GPU: `python3 -m benchmarks.gpu.machine [ceilings]`.
 
 Prints the device and the versions, or the rates of a copy and of a matrix product, which no kernel exceeds.
 """

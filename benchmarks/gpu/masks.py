@@ -31,11 +31,11 @@ BUILT = (
     "from_cu_seqlens", "from_position_ids", "from_segment_ids", "from_tree", "from_tree, one chain", "transpose",
     "tile_tables",
 )  # fmt: skip
-WRITTEN = ("bool", "additive bfloat16", "bits", "block mask")
+WRITTEN = ("bool", "additive bfloat16", "block mask")
 
 
 def cases(device: torch.device, tokens: int, dense_tokens: int) -> list[Case]:
-    """What is measured. Masks of `dense_tokens` have a memory that is quadratic in tokens."""
+    """Yield the measured cases. Masks of `dense_tokens` have a memory that is quadratic in tokens."""
     building = cache(partial(builders, tokens, device))
     writing = cache(partial(writers, dense_tokens, device))
 
@@ -105,7 +105,6 @@ def writers(tokens: int, device: torch.device) -> dict[str, dict[str, Call]]:
     return {
         "bool": {OURS: Call(mask.to_dense, nbytes=pairs)},
         "additive bfloat16": {OURS: additive, "torch's fill": Call(partial(target.fill_, 1.0), nbytes=2 * pairs)},
-        "bits": {OURS: Call(mask.to_bits, nbytes=pairs // 8)},
         "block mask": block_masks,
     }
 

@@ -1,6 +1,6 @@
 """The shapes that are measured on a GPU, the most important first.
 
-Sizes are those of models: 32 query and 8 key heads of 128 (Llama 3 8B) and of 64 (Llama 3.2 1B), 16 and 8 of 256
+Sizes are from models: 32 query and 8 key heads of 128 (Llama 3 8B) and of 64 (Llama 3.2 1B), 16 and 8 of 256
 (Gemma), and 2,048 columns in all without groups, as in FlashAttention's published figures. `tests.lengths` describes
 the distributions.
 """
@@ -44,7 +44,7 @@ def documents_of(shape: Shape) -> tuple[list[int], tuple[int, ...] | None]:
 
 
 def case_of(shape: Shape, peers: Sequence[Peer], device: torch.device) -> Case:
-    """Attention of a shape by those of the peers that are measured at it."""
+    """Attention of a shape by each peer that is measured at it."""
     fit = [peer for peer in peers if peer.fits(shape)]
 
     def prepare() -> dict[str, object]:
@@ -99,8 +99,11 @@ def shapes() -> list[Shape]:
 
 
 def quick_shapes() -> list[Shape]:
-    """What others publish, in order of importance: dense causal batches of 16k tokens with documents of 1k to 16k, and
-    packed documents with lengths like those of FLAN and of OrcaMath, and one long document beside many short ones."""
+    """Return the shapes that other projects publish, in order of importance.
+
+    First come dense causal batches of 16k tokens with documents of 1k to 16k; then packed documents with the lengths of
+    FLAN and of OrcaMath; then one long document beside many short ones.
+    """
     dense, wide = PUBLISHED
     return [
         Shape("one", 16384, **dense),  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What all benchmarks share: the registry of cases, the clock, the ledger of rows; attention beside others, checked."""
+"""Shared by all benchmarks: the registry of cases, the clock, the ledger of rows; attention beside others, checked."""

@@ -52,7 +52,7 @@ class Times:
 
     @property
     def enough(self) -> bool:
-        """Whether there are FEWEST repeats and SECONDS in all."""
+        """Return whether there are FEWEST repeats and SECONDS in all."""
         return len(self.device) >= FEWEST and sum(self.device) > 1000 * SECONDS
 
 

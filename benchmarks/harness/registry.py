@@ -17,7 +17,7 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed.
+    """A call to be timed.
 
     Attributes:
         function: called without arguments.

@@ -5,7 +5,7 @@
 
 The table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
 8 ranks of 32,768 tokens over 10 epochs by default. Its columns are fields of `PlanStatistics`, means over the epochs;
-the costs are those of a Llama-3-8B. The last one is the least time in which one rank plans an epoch, warm; samplers
+the costs are a Llama-3-8B's. The last one is the least time in which one rank plans an epoch, warm; samplers
 take turns. (Most of axolotl's time is the garbage collection at the end of its sampler.) Every plan is checked before
 its row is printed: no document is in it twice, no row is above the capacity.
 

@@ -28,7 +28,7 @@ def packing(capacity: int, documents: int) -> dict[str, Any]:
     return packed(capacity, documents, "best_fit_decreasing", 0.999)
 
 
-@register("pack", algorithm=("best_fit", "next_fit", "windowed"), repeats=5)
+@register("pack", algorithm=("best_fit", "next_fit"), repeats=5)
 def other_algorithms(algorithm: Algorithm) -> dict[str, Any]:
     return packed(32768, MILLION, algorithm, 0.97)
 

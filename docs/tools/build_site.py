@@ -59,7 +59,7 @@ def with_linked_pictures(text: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """What `tritonpack COMMAND --help` prints, 80 columns wide and without colours."""
+    """Return the output of `tritonpack COMMAND --help`, 80 columns wide and without colours."""
     plain = {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "TYPER_USE_RICH": "0"}
     call = [sys.executable, "-m", "tritonpack", command, "--help"]
     done = subprocess.run(call, capture_output=True, text=True, check=True, env=os.environ | plain)

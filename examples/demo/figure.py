@@ -101,4 +101,4 @@ def _draw_gaps(axes: Axes, runs: Mapping[Way, Run]) -> None:
         label = f"{way} (largest: {gap.max():.1e})" if len(apart) else f"{way} (0 at every step)"
         axes.plot(apart + 1, gap[apart], color=_COLORS[way], marker=".", label=label)
     axes.set(title="distance of the loss from padded's", xlabel="step", ylabel="nats per token", yscale="log")
-    axes.legend(loc="center", framealpha=0.9)  # between naive's line and those of exact ways
+    axes.legend(loc="center", framealpha=0.9)  # between naive's line and the exact ways'

@@ -18,7 +18,7 @@ from examples.demo.measuring import Measurements, Step, in_turns, measure
 from tritonpack import patch
 from tritonpack.errors import PackingWarning
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.columns import IGNORED_LABEL
+from tritonpack.packing.collator import IGNORED_LABEL
 from tritonpack.patches.patching import Patch
 
 Way = Literal["padded", "unpadded", "naive", "packed"]

@@ -1,10 +1,8 @@
 """The contract of backends: all fulfil it, and adding one takes a file and a row of the registry."""
 
-import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import tritonpack
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, backends, varlen_attention
 from tritonpack.backends import BACKENDS, BackendModule, blocked, load, reference, resolve_backend
 
-PACKAGE = Path(tritonpack.__file__).parent
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -41,41 +37,14 @@ def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(backends, "loaded", {})
     monkeypatch.setitem(sys.modules, "tritonpack.backends.fifth", file)
     monkeypatch.setattr("tritonpack.backends.BACKENDS", (*BACKENDS, "fifth"))
-    q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
-    mask = BlockDiagonalMask.from_seqlens([3, 2])
-    fifth: Any = "fifth"
-    expected = varlen_attention(q, k, v, mask, backend="reference")
-    out = varlen_attention(q, k, v, mask, backend=fifth)
-    assert torch.equal(out, expected)
-    gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
-    for mine, theirs in zip(*gradients, strict=True):
-        assert torch.equal(mine, theirs)
+    call("fifth").sum().backward()
     assert calls == ["forward", "backward"]
-
-
-def test_only_the_registry_lists_the_backends() -> None:
-    """No other file of the package has a list of two or more of their names."""
-    lists = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Tuple | ast.List | ast.Set):
-                names = {element.value for element in node.elts if isinstance(element, ast.Constant)} & {*BACKENDS}
-                lists += [path.relative_to(PACKAGE).as_posix()] if len(names) > 1 else []
-    assert lists == ["backends/__init__.py"]
 
 
 def call(backend: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """Attention of 4 queries and keys in 2 heads of 16."""
-    q, k, v = (torch.randn(4, 2, 16, dtype=dtype) for _ in range(3))
+    q, k, v = (torch.randn(4, 2, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     return varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens([4]), backend=backend)
-
-
-@pytest.fixture
-def other_gpus() -> Iterator[None]:
-    """Within a test that fakes GPUs, what is known of real ones is forgotten."""
-    backends.has_matrix_products.cache_clear()
-    yield
-    backends.has_matrix_products.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
@@ -116,18 +85,18 @@ GPUS = [
 
 
 @pytest.mark.parametrize(("gpu", "multiplies"), GPUS)
-@pytest.mark.usefixtures("other_gpus")
 def test_triton_needs_matrix_instructions_in_16_bits(
     gpu: Any, multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
+    device = torch.device("cuda", 100 + GPUS.index((gpu, multiplies)))  # of which nothing is cached
     monkeypatch.setattr("torch.version.hip", "7.0" if isinstance(gpu, str) else None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "old")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
     words = "CDNA and RDNA 3, " if isinstance(gpu, str) else r"8\.0"
     for dtype in DTYPES[:3]:
-        q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+        q: Any = SimpleNamespace(is_cuda=True, device=device, dtype=dtype)
         if multiplies or dtype == torch.float32:
             assert resolve_backend("triton", q) == resolve_backend("auto", q) == "triton"
             continue

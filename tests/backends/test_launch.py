@@ -40,32 +40,16 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 CONSTANTS = ("WIDTH", "ADD", "num_warps")
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "another-tensor": {"x_ptr": torch.zeros(640, dtype=torch.float32)},
-    "another-dtype": {"x_ptr": X.to(torch.bfloat16)},
-    "address": {"x_ptr": X.flatten()[1:]},
-    "address-of-8": {"x_ptr": X.flatten()[2:]},
-    "pointer-for-none": {"y_ptr": X},
-    "stride-1": {"stride": 1},
-    "stride-48": {"stride": 48},
-    "stride-50": {"stride": 50},
-    "stride-0": {"stride": 0},
-    "stride-of-64-bits": {"stride": 2**31},
-    "stride-below-2**31": {"stride": 2**31 - 16},
-    "negative-stride": {"stride": -(2**31)},
-    "negative-stride-of-64-bits": {"stride": -(2**31) - 16},
-    "count-of-unsigned-64-bits": {"count": 2**63},
-    "count-1": {"count": 1},
-    "count-of-64-bits": {"count": 2**40},
-    "integer-for-float": {"factor": 2},
-    "one-for-float": {"factor": 1},
-    "another-float": {"factor": 1.0},
+    "plain": {}, "another-tensor": {"x_ptr": torch.zeros(640)}, "another-dtype": {"x_ptr": X.to(torch.bfloat16)},
+    "address": {"x_ptr": X.flatten()[1:]}, "address-of-8": {"x_ptr": X.flatten()[2:]}, "pointer-for-none": {"y_ptr": X},
+    **{f"stride {stride}": {"stride": stride}
+       for stride in (1, 48, 50, 0, 2**31, 2**31 - 16, -(2**31), -(2**31) - 16)},
+    **{f"count {count}": {"count": count} for count in (2**63, 1, 2**40)},
+    **{f"factor {factor}": {"factor": factor} for factor in (2, 1, 1.0)},
     "another-block": {"x_desc": TensorDescriptor(X, [64, 64], [64, 1], [32, 32])},
     "another-shape": {"x_desc": TensorDescriptor(X, [32, 64], [64, 1], [16, 32])},
-    "another-constant": {"WIDTH": 32},
-    "another-flag": {"ADD": False},
-    "another-option": {"num_warps": 8},
-}
+    "another-constant": {"WIDTH": 32}, "another-flag": {"ADD": False}, "another-option": {"num_warps": 8},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])

@@ -4,6 +4,7 @@ tests/test_attention.py asks this backend, too, for what all backends promise.
 """
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -159,32 +160,28 @@ def test_each_operator_copies_an_input_once_at_most(odd: int, size: int) -> None
     assert copies(backward) == Counter(inputs | {(4, size + 8): odd})
 
 
-@pytest.mark.parametrize(
-    ("kib", "head_dim", "backward", "message"),
-    [
-        (99, 300, True, "dimension 512 .* needs 160 KiB of shared memory in backward, .*has 99 KiB, .* up to 256"),
-        (99, 300, False, None),
-        (99, 256, True, None),
-        (64, 80, True, "dimension 128 .* needs 80 KiB of shared memory in backward, .*has 64 KiB, .* up to 64"),
-        (64, 300, False, "dimension 512 .* needs 96 KiB of shared memory in forward, .*has 64 KiB, .* up to 256"),
-        (None, 512, True, None),
-    ],
+FITS = (
+    "dimension {} .* needs {} KiB of shared memory in {}, .*has {} KiB, .* up to {}. Use backend='blocked', or a 16-bit"
 )
+
+
+@pytest.mark.parametrize(
+    ("kib", "head_dim", "backward", "needs"),
+    [(99, 300, True, (512, 160, "backward", 99, 256)), (99, 300, False, None), (99, 256, True, None),
+     (64, 80, True, (128, 80, "backward", 64, 64)), (64, 300, False, (512, 96, "forward", 64, 256)),
+     (None, 512, True, None)],
+)  # fmt: skip
 def test_float32_is_refused_where_it_does_not_fit(
-    kib: int | None, head_dim: int, backward: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
+    kib: int | None, head_dim: int, backward: bool, needs: tuple[Any, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is launched, with the remedy."""
     monkeypatch.setattr(triton_backend, "small_shared_kib", lambda device: kib)
     q = torch.empty(5, 1, head_dim, requires_grad=backward)
     mask = BlockDiagonalMask.from_seqlens([5])
     plan = partial(triton_backend.plan_tiles, mask=mask, options=make_options(q, mask), backward=backward)
-    if message is None:
+    with pytest.raises(BackendUnavailableError, match=FITS.format(*needs)) if needs else nullcontext():
         plan(q, q, q)
-        return
-    with pytest.raises(BackendUnavailableError, match=f"{message}. Use backend='blocked', or a 16-bit type"):
-        plan(q, q, q)
-    half = q.to(torch.float16)
-    plan(half, half, half)
+    plan(*[q.to(torch.float16)] * 3)
 
 
 def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch) -> None:

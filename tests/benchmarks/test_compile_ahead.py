@@ -1,22 +1,18 @@
 """Compiling ahead: nothing is launched, the time is kept."""
 
 import shutil
-import sys
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import triton
 
 from benchmarks.gpu import compile_ahead
 from benchmarks.gpu.compile_ahead import DONE, calls_for, compile_only
 from benchmarks.gpu.shapes import shapes
-from benchmarks.harness.ledger import CONTINUE
 from tests.kernels.launches import calls
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
@@ -51,12 +47,6 @@ def test_nothing_runs_in_a_second_call_either() -> None:
             assert launches.kernels == []
 
 
-@pytest.mark.parametrize(("arch", "hopper"), [("sm_90", True), ("sm_80", False), ("sm_100", False), ("", False)])
-def test_only_hopper_compiles_its_kernels(arch: str, hopper: bool) -> None:
-    every = [call.name for call in calls_for("sm_90")]
-    assert [call.name for call in calls_for(arch)] == [n for n in every if hopper or not n.startswith("gluon-")]
-
-
 def test_shapes_that_are_measured_have_calls() -> None:
     """So that no time of the device goes into compiling them one after the other."""
     names = {call.name for call in calls_for("sm_90")}
@@ -73,15 +63,3 @@ def test_answers(name: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """An error is an answer; after the time nothing is compiled."""
     assert compile_ahead.compile_call(name, "sm_90", time.time() + 60).startswith(DONE) is not fails
     assert compile_ahead.compile_call(name, "sm_90", time.time() - 1) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("minutes", "status"), [("1", None), ("0", CONTINUE)])
-def test_status(minutes: str, status: int | None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    options = ["--without-gpu", "sm_90", "--jobs", "1", "--minutes", minutes, "--only", "dense"]
-    monkeypatch.setattr(sys, "argv", ["", *options])
-    with nullcontext() if status is None else pytest.raises(SystemExit) as exit:
-        compile_ahead.main()
-    assert status is None or exit.value.code == status
-    many = 3 if status is None else 0
-    assert f"{many} of 3 calls compile under Triton {triton.__version__}" in capfd.readouterr().out

@@ -104,16 +104,6 @@ def test_page_names_every_row_that_is_not_clean() -> None:
         assert (f"| {row['configuration']} |" in text) or not row["findings"] + row["minor"]
 
 
-def test_whole_rows_of_512_spill_in_three_loops_at_most() -> None:
-    """In 16 bits, except on RDNA: one or two numbers under Triton 3.6."""
-    wide = [r for r in ROWS.values() if "-d512-bf16" in r["configuration"] and "-gfx1" not in r["configuration"]]
-    assert {(r["triton"], r["configuration"]): r["findings"] for r in wide if r["findings"]} == {
-        ("3.6.0", "forward-sm_80-d512-bf16-tree"): "2 spills in loops",
-        ("3.6.0", "dq-sm_120-d512-bf16"): "1 spills in loops",
-        ("3.6.0", "dq-sm_120-d512-bf16-tree"): "1 spills in loops",
-    }
-
-
 def test_shared_memory_of_float32() -> None:
     """What a call needs is what its kernels take on NVIDIA GPUs."""
     taken: dict[tuple[int, str], int] = {}

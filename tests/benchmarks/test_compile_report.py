@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks import compile_report
-from benchmarks.compile_report import Row, compile_rows, make_row, read_rows, stale, write_rows
+from benchmarks.compile_report import Row, compile_rows, make_row, stale
 from tests.kernels import lint
 from tests.kernels.aot import USES_TILES_OF, Configuration, Resources
 from tests.kernels.lint import SHARED_KIB, findings, key, launchable
@@ -103,16 +103,6 @@ def test_stale_rows_are_absent_changed_or_of_another_version() -> None:
     rows = [row(FORWARD), row(DKDV, key="0123"), row(DQ, version="3.0.0")]
     assert stale(rows, [FORWARD, DKDV, DQ]) == [DKDV, DQ]
     assert stale([row(FORWARD, tile="16x16 w4 s2")], [FORWARD]) == [FORWARD]
-
-
-def test_rows_are_kept_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    gone = row(FORWARD) | {"configuration": "forward-sm_70-d64-bf16"}
-    write_rows(path, [row(DQ), row(FORWARD), row(DKDV, version="3.0.0"), gone])
-    found = [(r["triton"], r["configuration"]) for r in read_rows(path)]
-    assert found == [("3.0.0", str(DKDV)), (triton.__version__, str(FORWARD)), (triton.__version__, str(DQ))]
-    assert [*tmp_path.iterdir()] == [path]
-    assert read_rows(tmp_path / "none.csv") == []
 
 
 def test_a_compiler_may_raise_or_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

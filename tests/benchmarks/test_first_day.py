@@ -1,10 +1,8 @@
 """The first day on a GPU: the order of steps, their limits, what a second call does, and that each command is valid."""
 
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +84,6 @@ def test_a_program_that_continues_has_its_limit_once(tmp_path: Path) -> None:
     done.results.append({"step": "b", "verdict": "unfinished", "seconds": 39.0})
     assert done.left(done.steps[1]) < 2
     assert done.run(60)  # it isn't begun again
-
-
-@pytest.mark.slow
-def test_children_end_with_the_step_and_with_the_call(tmp_path: Path) -> None:
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANGS!r}])"
-    call = (
-        "from benchmarks import first_day; from tests.benchmarks.test_first_day import python\n"
-        f"first_day.STEPS = (python('a', {program!r}, 600.0),)\n"
-        f"first_day.main(['--out', {str(tmp_path)!r}, '--minutes', '20'])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
-    log = tmp_path / "running.log"
-    while not (log.exists() and b"begun" in log.read_bytes()):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 1
-    found = subprocess.run(["pgrep", "-f", HANGS], capture_output=True, text=True).stdout
-    assert found == ""
 
 
 def test_steps_come_in_order_and_fit_a_call() -> None:

@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from benchmarks.packing.compare import all_of_ours, ours
-from benchmarks.packing.suite import OURS, Row, checked, data_sets, losses, measure
+from benchmarks.packing.compare import all_of_ours
+from benchmarks.packing.suite import OURS, Row, checked, losses, measure
 from tritonpack.packing.planning.plan import Plan
 
 EVEN = Row(steps=10, full=0.9, busy=0.9, cost=0.9, lag=5, most=9, spread=1, covered=1, milliseconds=2)
@@ -33,14 +33,6 @@ def test_measures_leave_out_the_last_step():
 def test_names_what_loses(rival, changes, expected):
     said = losses({"tiny": {OURS: EVEN, rival: EVEN._replace(**changes)}})
     assert said.endswith(f"that lose: {'; '.join(expected) or 'none'}.")
-
-
-@pytest.mark.parametrize("name", data_sets(np.full(100, 2048)))
-def test_our_sampler_plans_every_data_set(name):
-    capacity, draw = data_sets(np.full(2000, 2048))[name]
-    plan = ours().plan(draw(0), capacity, 8, 0, 0)
-    assert plan.num_steps > 2
-    assert plan.num_documents > 0.9 * len(draw(0))
 
 
 @pytest.mark.parametrize("sampler", all_of_ours(), ids=lambda sampler: sampler.name)

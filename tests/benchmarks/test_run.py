@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from benchmarks.gpu.shapes import case_of, documents_of, quick_shapes, shapes, s
 from benchmarks.harness import measure as measuring
 from benchmarks.harness import registry
 from benchmarks.harness.batch import Batch, Shape
-from benchmarks.harness.ledger import ABOUT, CONTINUE, Ledger, Row, parted, read
+from benchmarks.harness.ledger import ABOUT, Ledger, Row, parted, read
 from benchmarks.harness.measure import LOST, DeviceLostError, Times, measure, quantiles, time_alternating, time_limit
 from benchmarks.harness.peers import PEERS, Peer, ours
 from benchmarks.harness.registry import OURS, Call, Case, register, selected
@@ -179,34 +177,11 @@ class TestRun:
         assert tried == [1]
         assert [row["status"].startswith(LOST) for row in read(path)] == [True] * 3 + [False] * 3
 
-    @pytest.mark.slow
-    def test_peer_that_hangs_is_left_out_by_the_next_run(self, tmp_path: Path) -> None:
-        path = tmp_path / "attention.csv"
-        program = (
-            "import time; from tests.benchmarks.test_run import *; import benchmarks.harness.run as running\n"
-            "measure = running.measure\n"
-            "def begin(*given, **named): running.HUNG = 0.5; measure(*given, **named)  # from the first peer on\n"
-            "running.measure = begin\n"
-            f"TestRun().run(Path({str(path)!r}), Peer('hangs', lambda batch: time.sleep(600)))"
-        )
-        assert subprocess.run([sys.executable, "-c", program]).returncode == CONTINUE
-        assert [row["implementation"] for row in read(path) if row["status"].startswith(LOST)] == ["hangs"] * 3
-        assert self.run(path, Peer("hangs", missing)) == 0
-
 
 class TestGpu:
     @pytest.fixture(autouse=True)
     def _few_repeats(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, "time_alternating", lambda calls, device, _: time_alternating(calls, device, 2))
-
-    def test_smoke_run_on_a_cpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        monkeypatch.setattr(gpu, "PEERS", (Peer(OURS, ours, trees=True), Peer("flash", missing)))
-        gpu.main(["--device", "cpu", "--out", str(tmp_path), "--commit", "abc1234"])
-        assert "4 of 4 shapes" in capsys.readouterr().out
-        rows = read(tmp_path / "attention.csv")
-        assert {parted(row["case"])["causal"] for row in rows} == {"True", "False"}
-        assert {(row["implementation"], row["status"] == "ok") for row in rows} == {(OURS, True), ("flash", False)}
-        assert {row["commit"] for row in rows} == {"abc1234"}
 
     def test_quick_run_prints_a_table_and_draws(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.importorskip("matplotlib")
@@ -215,20 +190,10 @@ class TestGpu:
         gpu.main([*quick, "--without", *others])
         printed, written = capsys.readouterr().out, (tmp_path / "table.md").read_text("utf-8")
         assert written in printed
-        found = re.findall(
-            r"^\| attention, \w+ \| distribution=flan; .* \| [\d.e-]+ TFLOP/s \| (.*) \|$", written, re.M
-        )
-        assert len(found) == 3
-        assert all(
-            re.fullmatch(r"sdpa, padded \S+ TFLOP/s \(\S+\); sdpa, dense mask \S+ TFLOP/s \(\S+\)", x) for x in found
-        )
+        peers = r"sdpa, padded \S+ TFLOP/s \(\S+\); sdpa, dense mask \S+ TFLOP/s \(\S+\)"
+        row = rf"^\| attention, \w+ \| distribution=flan; .* \| [\d.e-]+ TFLOP/s \| {peers} \|$"
+        assert len(re.findall(row, written, re.M)) == 3
         assert list(tmp_path.glob("*.png"))
-
-    def test_prints_the_shapes_that_are_left(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as exit:
-            gpu.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0"])
-        assert exit.value.code == CONTINUE
-        assert f"continues with:\n  {smoke_shapes()[0]}\n" in capsys.readouterr().out
 
     def test_own_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu, "PEERS", (Peer(OURS, ours, on_cpu=True), Peer("flash", missing)))
@@ -237,34 +202,22 @@ class TestGpu:
         rows = read(tmp_path / "attention.csv")
         assert [(row["implementation"], row["status"]) for row in rows] == [(OURS, "ok")] * 4 * 3
         cases = {row["case"].partition("; ")[::2] for row in rows}
-        assert {rest for _, rest in cases} == {
-            "tokens=96; heads=4; kv_heads=1; head_dim=16; causal=True; dtype=float32"
-        }
+        assert {x for _, x in cases} == {"tokens=96; heads=4; kv_heads=1; head_dim=16; causal=True; dtype=float32"}
         assert len(cases) == 4
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--tokens", "0"], "--tokens must be from 1 to "),
-            (["--tokens", "96", "--head-dim", "1000"], "--head-dim must be from 1 to "),
-            (["--heads", "4"], "the list has its own shapes without --tokens; leave out --heads"),
-            (["--device", "cpu"], "--device cpu needs --out"),
-            (["--without", "flash"], "--without knows 'tritonpack', "),
-        ],
-    )
-    def test_wrong_options_are_refused(self, arguments: list[str], message: str, capsys: Any) -> None:
-        with pytest.raises(SystemExit):
-            gpu.main(arguments)
-        assert message in capsys.readouterr().err
-
-    def test_list_prints_every_shape(self, capsys: pytest.CaptureFixture[str]) -> None:
-        gpu.main(["--list"])
-        assert capsys.readouterr().out.splitlines() == list(map(str, shapes()))
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_missing_gpu_is_refused(self) -> None:
-        with pytest.raises(SystemExit, match="torch sees none here"):
-            gpu.main([])
+    def test_wrong_options_are_refused(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        for arguments, message in (
+            ("--tokens 0", "--tokens must be from 1 to "),
+            ("--tokens 96 --head-dim 1000", "--head-dim must be from 1 to "),
+            ("--heads 4", "the list has its own shapes without --tokens; leave out --heads"),
+            ("--device cpu", "--device cpu needs --out"),
+            ("--without flash", "--without knows 'tritonpack', "),
+            ("", "torch sees none here"),
+        ):
+            with pytest.raises(SystemExit) as exit:
+                gpu.main(arguments.split())
+            assert message in f"{exit.value}{capsys.readouterr().err}"
 
     def test_masks_on_a_cpu(self, tmp_path: Path) -> None:
         masks.main(["--device", "cpu", "--out", str(tmp_path), "--tokens", "2000", "--dense-tokens", "128"])
@@ -273,7 +226,7 @@ class TestGpu:
         assert [parted(row["case"])["mask"] for row in rows if row["implementation"] == OURS] == [
             *masks.BUILT, *masks.WRITTEN
         ]  # fmt: skip
-        assert ["gb_per_s" in row["figures"] for row in rows].count(True) == 4
+        assert ["gb_per_s" in row["figures"] for row in rows].count(True) == 3
 
 
 class TestCpu:
@@ -308,13 +261,8 @@ class TestCpu:
         capsys.readouterr()
         cpu.main(["--out", str(tmp_path), "--table"])
         assert capsys.readouterr().out.splitlines()[-1].startswith("| masks, 131072 tokens | mask=transpose | ")
-        for arguments, message in (
-            (["-k", "no_such"], "chooses no case"),
-            (["--table", "--out", "no"], "no/cpu.csv does"),
-        ):
-            with pytest.raises(SystemExit) as exit:
-                cpu.main(arguments)
-            assert message in str(exit.value) + capsys.readouterr().err
+        with pytest.raises(SystemExit, match=r"no/cpu\.csv does"):
+            cpu.main(["--table", "--out", "no"])
 
     def test_table(self) -> None:
         def row(implementation: str, status: str = "ok", **columns: str) -> Row:

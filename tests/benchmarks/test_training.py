@@ -1,9 +1,6 @@
 """The training benchmark: its documents, its models and its rows."""
 
-import numpy as np
-
 from benchmarks import training
-from examples.demo.corpus import END_OF_DOCUMENT
 from examples.demo.training import Run
 
 # Seconds, MiB and computed tokens of a step.
@@ -15,15 +12,6 @@ def runs():
         way: Run((3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (computed,) * 3, mib * 2**20, 2.1)
         for way, (seconds, mib, computed) in WAYS.items()
     }
-
-
-def test_documents_have_the_lengths_drawn():
-    text = np.arange(10)
-    documents = list(training.documents_of([4, 1, 12], text))
-    assert [len(document) for document in documents] == [4, 1, 12]
-    assert [document[-1] for document in documents] == [END_OF_DOCUMENT] * 3
-    assert documents[0].tolist() == [0, 1, 2, END_OF_DOCUMENT]
-    assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # from the start again after the end
 
 
 def test_figures_compare_with_padded():

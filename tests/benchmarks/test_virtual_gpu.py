@@ -34,13 +34,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "2,295 visible pairs" in printed
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= {line.split()[0] for line in printed.splitlines() if line}
-
-
-def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["--lengths", "0"], "at least 1"),
-        (["--backend", "gluon", "--arch", "sm_80"], "sm_90 alone"),
-    ):
-        with pytest.raises(SystemExit):
-            benchmark.main(arguments)
-        assert words in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,7 +51,6 @@ def sources_of(folder, given):
     yield [folder / "splits", "--split", "train"]
     for kind in KINDS:
         yield [write_files(folder / kind, kind, given)]
-    (folder / "jsonl" / "9.jsonl").write_text("\n \n")  # holds no document
     yield [folder / "jsonl" / "*.jsonl", "--jobs", 2]
 
 
@@ -104,17 +104,11 @@ def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, lines, monkeypat
     out = tmp_path / "out"
     assert run(*command, tmp_path / "whole") == 0
 
-    class KilledError(Exception):
-        pass
-
-    def killed(*_, **__):
-        raise KilledError
-
+    killed = Mock(side_effect=KeyboardInterrupt)
     for method in ("save_to_disk", "shuffle"):
         with monkeypatch.context() as patched:
             patched.setattr(datasets.Dataset, method, killed)
-            with pytest.raises(KilledError):
-                run(*command, out)
+            assert run(*command, out) == 130
     (out / "data-00000-of-00002.arrow").touch()  # of a process that was killed while it wrote
     monkeypatch.setattr("tritonpack.packing.rows._checked", killed)
     assert run(*command, out) == 0
@@ -155,9 +149,8 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
         ("a.txt", "has files that end in '.txt'; name files of one format: .arrow"),
         ("*.none", "has no file that can be read"),
         ("mixed", "has files that end in '.jsonl', '.parquet'; name files of one format"),
-        ("empty.jsonl", "holds no document"),
-        *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow")],
-        ("link*", "link.jsonl can't be read: [Errno 2] No such file"),
+        *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow", "empty.jsonl")],
+        ("link*", "link.jsonl can't be read: Unable to find"),
         ("splits", "has the splits test, train; name one of them by --split; got None"),
         ("splits", "--split", "dev", "name one of them by --split; got 'dev'"),
         *[(path, "--split", "train", "has no splits; leave out --split train") for path in ("splits/train", files)],
@@ -171,34 +164,12 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
     assert "splits/train can't be read: " in error("splits/train")
 
 
-def test_name_on_the_hub(error, monkeypatch):
-    asked = []
-
-    def load_dataset(name, **options):
-        asked.append((name, options))
-        if name == "someone/nothing":
-            raise ConnectionError("no network\nand more")
-        return datasets.Dataset(pa.table({"input_ids": [[1], []]}))
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert "document 1 of someone/documents is empty" in error("someone/documents", "--split", "dev")
-    message = "no file or folder someone/nothing, and datasets.load_dataset can't load it (ConnectionError: no network)"
-    assert message in error("someone/nothing")
-    assert asked == [("someone/documents", {"split": "dev"}), ("someone/nothing", {"split": "train"})]
-
-
 def test_full_disk_is_an_error_of_output(tmp_path, lines, capsys, monkeypatch):
     full = OSError(28, "No space left on device")
-
-    def copied(*_, **__):
-        raise datasets.exceptions.DatasetGenerationError("failed") from full
-
-    def saved(*_, **__):
-        raise full
-
-    for owner, name, failing in ((datasets, "load_dataset", copied), (datasets.Dataset, "save_to_disk", saved)):
+    copied = datasets.exceptions.DatasetGenerationError("failed")
+    copied.__cause__ = full
+    for owner, name, error in ((datasets, "load_dataset", copied), (datasets.Dataset, "save_to_disk", full)):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, failing)
+            patched.setattr(owner, name, Mock(side_effect=error))
             assert run("pack", lines, "--capacity", 12, "--out", tmp_path / "out") == 1
-        words = r"error: \[Errno 28\] No space left on device; free space in"
-        assert re.match(words, capsys.readouterr().err)
+        assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device; free space in")

@@ -73,14 +73,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"trainer": (make
 
 
 class Way(NamedTuple):
-    """A way to train packed.
-
-    Attributes:
-        maker: a key of `MAKERS`, whose padded training it is held against.
-        family: of the model.
-        options: of the trainer.
-        ready: what makes the model ready.
-    """
+    """A way to train packed: a key of `MAKERS`, whose padded training it is held against; a model; options."""
 
     maker: str
     family: str

@@ -67,15 +67,12 @@ class Task(NamedTuple):
     model: Callable[[], PreTrainedModel]
     collator: Callable[[Any], Any]
     examples: Callable[[], list[dict[str, Any]]]
-    targets_are_next: bool = False
 
     def trainer(self, folder: Path, model: Any = None) -> Trainer:
         """Windows of two batches with unequal numbers of targets; the last of an epoch has one batch."""
 
         def metrics(found: EvalPrediction) -> dict[str, float]:
             logits, labels = np.asarray(found.predictions), np.asarray(found.label_ids)
-            if self.targets_are_next:
-                logits, labels = logits[:, :-1], labels[:, 1:]
             logits, labels = logits[labels != -100], labels[labels != -100]
             return {"accuracy": float((logits.argmax(-1) == labels).mean()), "size": float(np.abs(logits).mean())}
 
@@ -95,7 +92,7 @@ class Task(NamedTuple):
 CLASSES, TAGS = AutoModelForSequenceClassification, AutoModelForTokenClassification
 TASKS: dict[str, Task] = {
     "causal": Task(
-        lambda: tiny_model("mistral"), lambda given: DataCollatorForLanguageModeling(given, mlm=False), alike, True
+        lambda: tiny_model("mistral"), lambda given: DataCollatorForLanguageModeling(given, mlm=False), alike
     ),
     "classifier": Task(lambda: decoder(CLASSES), DataCollatorWithPadding, classified),
     "tagger": Task(lambda: decoder(TAGS), DataCollatorForTokenClassification, tagged),
@@ -151,12 +148,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Setting(NamedTuple):
-    """A trainer of TRL: its kind, its model, what it is trained on, and options.
-
-    Attributes:
-        second: the family of a reference model or a teacher.
-        adapters: whether LoRA's adapters are trained.
-    """
+    """A trainer of TRL, its model, examples and options; `second` is the family of a reference model or a teacher."""
 
     kind: str
     model: Callable[[], Any]
@@ -254,25 +246,12 @@ def test_losses_weights_and_metrics_are_stocks(name: str, way: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> None:
+def test_rows_that_trl_packs_share_beginnings(tmp_path: Path) -> None:
     """`padding_free` leaves no padding, and what documents of a row have in common still runs once."""
     options = {"max_length": None}
     expected = trained(Setting("SFT", llama, TEXTS, options).trainer(tmp_path / "stock"))
     model, packed = llama(), Setting("SFT", llama, TEXTS, {**options, "padding_free": True})
-    handle = tritonpack.patch(model, share_prefixes=True) if first else None
-    packed = packed.trainer(tmp_path / "ours", model)
-    handle = handle or tritonpack.patch(model, share_prefixes=True)
-    assert distance(expected, trained(packed)) < EXACT
+    handle = tritonpack.patch(model, share_prefixes=True)
+    assert distance(expected, trained(packed.trainer(tmp_path / "ours", model))) < EXACT
     assert handle.saved is not None
     assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
-    model = mixtral()
-    tritonpack.patch(model, unpad=True)
-    trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
-    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced after this model was patched"):
-        trainer.train()

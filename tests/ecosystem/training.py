@@ -3,9 +3,10 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -122,20 +123,13 @@ def difference(got: list[Tensor], expected: list[Tensor]) -> float:
 @contextmanager
 def no_warning() -> Iterator[None]:
     """Fail at warnings, and at log records of TRL and transformers that are as grave."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("trl", "transformers")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # Not about training: how these libraries deprecate each other's parts.
-            for category in (DeprecationWarning, FutureWarning):
-                warnings.filterwarnings("ignore", category=category)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    assert not records, [record.getMessage() for record in records]
+    with ExitStack() as stack:
+        for name in ("trl", "transformers"):
+            logger = logging.getLogger(name)
+            warned = stack.enter_context(mock.patch.object(logger, "handlers", [mock.Mock(level=logging.WARNING)]))
+            stack.callback(warned[0].handle.assert_not_called)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        for category in (DeprecationWarning, FutureWarning):  # how these libraries deprecate each other's parts
+            warnings.filterwarnings("ignore", category=category)
+        yield

@@ -5,8 +5,8 @@ import pytest
 from examples import foreign_backends
 from tritonpack.testing import conformance
 
-FORWARD = ("forward/causal", "forward/cross-window", "forward/grouped", "forward/scale")
-BACKWARD = ("empty/documents", "isolation/cross", "slack/zeros")
+FORWARD = ("forward/causal", "forward/cross-window", "forward/group-of-three", "forward/scale")
+BACKWARD = ("empty/documents", "isolation/cross", "repeat/causal")
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flex_attention"])

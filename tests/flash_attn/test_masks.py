@@ -13,10 +13,12 @@ from tritonpack import BlockDiagonalMask
 from tritonpack.flash_attn import fa2, masks
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
+ROWS = (6, 3, torch.device("cpu"))
+
 
 def build(cu: Tensor, cu_k: Tensor | None = None, **keywords: Any) -> BlockDiagonalMask:
     keywords = {"causal": True, "window": (-1, -1)} | keywords
-    return mask_from_offsets(cu, cu if cu_k is None else cu_k, 9, 9, **keywords)
+    return mask_from_offsets(cu, cu if cu_k is None else cu_k, total_q=9, total_k=9, **keywords)
 
 
 @pytest.fixture
@@ -25,58 +27,39 @@ def cu() -> Tensor:
 
 
 def test_one_mask_for_the_same_offsets_and_options(cu: Tensor) -> None:
-    first, used = build(cu), torch.tensor([1, 2])
-    assert first.key_start.tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8]
-    others = ({"causal": False}, {"window": (2, 0)}, {"used_k": used}, {"used_q": used})
-    made = [first, *(build(cu, **other) for other in others)]
-    for number, one in enumerate(made):
-        assert build(cu, **({}, *others)[number]) is one
-        assert not any(torch.equal(one.to_dense(), other.to_dense()) for other in made[:number])
+    assert build(cu).key_start.tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8]
+    used = torch.tensor([1, 2])
+    options: list[dict[str, Any]] = [{}, {"causal": False}, {"window": (2, 0)}, {"used_k": used}, {"used_q": used}]
+    made = [build(cu, **one) for one in options]
+    assert all(build(cu, **one) is mask for one, mask in zip(options, made, strict=True))
+    assert len({tuple(mask.to_dense().flatten().tolist()) for mask in made}) == len(made)
     for left in range(3 * masks.MASKS_PER_OFFSETS):
         build(cu, window=(left, 0))
     assert len(masks._kept[cu]) <= masks.MASKS_PER_OFFSETS
 
 
-def test_all_layers_share_one(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    original = masks._build
+def test_all_layers_share_one_which_lives_as_long_as_the_offsets(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    built, original, before = [], masks._build, len(masks._kept)
     monkeypatch.setattr(masks, "_build", lambda *a: built.append(1) or original(*a))
-    q = torch.randn(9, 2, 16, requires_grad=True)
-    x = q
+    x, offsets = torch.randn(9, 2, 16, requires_grad=True), cu.clone()
     for _ in range(3):
-        x = checkpoint(lambda x: fa2.flash_attn_varlen_func(x, x, x, cu, cu, causal=True), x, use_reentrant=False)
+        x = checkpoint(fa2.flash_attn_varlen_func, x, x, x, offsets, offsets, use_reentrant=False)
     x.sum().backward()
     assert len(built) == 1
-
-
-@pytest.mark.slow
-def test_mask_lives_as_long_as_the_offsets() -> None:
-    gc.collect()
-    before = len(masks._kept)
-    offsets = torch.tensor([0, 9])
-    build(offsets)
     assert len(masks._kept) == before + 1
-    del offsets
+    del offsets, x
     gc.collect()
     assert len(masks._kept) == before
 
 
-def write_data(cu: Tensor) -> None:
-    cu.data[1] = 5
-
-
-def write_in_inference_mode(cu: Tensor) -> None:
-    with torch.inference_mode():
-        cu[1] = 5
-
-
-WRITES = {
+WRITES: dict[str, Any] = {
     "in place": lambda cu: cu[1].fill_(5),
-    "data": write_data,
+    "data": lambda cu: cu.data[1].fill_(5),
     "numpy": lambda cu: cu.numpy().put(1, 5),
+    "inference mode": torch.inference_mode()(lambda cu: cu[1].fill_(5)),
     "another storage": lambda cu: setattr(cu, "data", torch.tensor([0, 5, 8], dtype=torch.int32)),
     "another shape": lambda cu: setattr(cu, "data", torch.tensor([0, 5, 8, 8], dtype=torch.int32)),
-    "inference mode": write_in_inference_mode,
 }
 
 
@@ -95,36 +78,27 @@ def test_after_a_write(cu: Tensor, write: str) -> None:
     assert build(cu).key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 8]
 
 
-def test_masks_of_inference_mode_are_not_used_in_training(cu: Tensor) -> None:
+def test_masks_of_inference_mode_train(cu: Tensor) -> None:
     q = torch.randn(9, 2, 16, requires_grad=True)
     with torch.inference_mode():
         of_inference = torch.tensor([0, 3, 8])
-        assert build(of_inference) is not build(of_inference)
+        assert build(of_inference) is not build(of_inference)  # whose writes torch doesn't count
         fa2.flash_attn_varlen_func(q, q, q, cu, cu)
-        inside = build(cu)
-    assert build(cu) is not inside
     fa2.flash_attn_varlen_func(q, q, q, cu, cu).sum().backward()
     assert q.grad is not None
 
 
-def test_a_capture_neither_keeps_nor_reads(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, regular = build(cu), regular_offsets(6, 3, torch.device("cpu"))
-    monkeypatch.setattr(masks, "is_capturing", lambda device: True)
-    during = build(cu)
-    assert during is not before
-    assert build(cu) is not during
-    assert regular_offsets(6, 3, torch.device("cpu")) is not regular
-    monkeypatch.undo()
-    assert build(cu) is before
-    assert regular_offsets(6, 3, torch.device("cpu")) is regular
-
-
-def test_traced_masks_are_not_kept(cu: Tensor) -> None:
-    mask = build(cu)
+def test_captures_and_traces_neither_keep_nor_read(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, regular = build(cu), regular_offsets(*ROWS)
     with torch._subclasses.FakeTensorMode():
-        regular = regular_offsets(5, 11, torch.device("cpu"))
-    assert isinstance(regular, torch._subclasses.FakeTensor)
-    assert type(regular_offsets(5, 11, torch.device("cpu"))) is Tensor
+        assert isinstance(regular_offsets(5, 11, ROWS[2]), torch._subclasses.FakeTensor)
+    assert type(regular_offsets(5, 11, ROWS[2])) is Tensor
     with FlopCounterMode(display=False):
-        assert build(cu) is not mask
-    assert build(cu) is mask
+        assert build(cu) is not before
+    with monkeypatch.context() as patch:
+        patch.setattr(masks, "is_capturing", lambda device: True)
+        during = build(cu)
+        assert build(cu) is not during is not before
+        assert regular_offsets(*ROWS) is not regular
+    assert build(cu) is before
+    assert regular_offsets(*ROWS) is regular

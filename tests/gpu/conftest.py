@@ -1,13 +1,15 @@
-"""The order of the GPU tests: those that say most come first."""
+"""The order of the GPU tests: those that say most come first. And a fixture."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 FIRST = (
     r"test_gpu\.py::test_small_cases\[causal-",  # results and gradients in each dtype
     r"test_gpu\.py::test_large_cases\[(long|ordinary|tiny)-",
-    r"test_gpu\.py::test_a_(change_in_a_document|patched_model)|test_models\.py::.*\[(llama|gemma2)-",  # isolation
+    r"test_gpu\.py::test_a_change_in_a_document|test_models\.py::.*\[(llama|gemma2)-",  # isolation
     r"test_gpu\.py::test_pack_invariant",
     r"test_gpu\.py::test_large_cases",  # features
     r"test_gpu\.py::test_small_cases",
@@ -26,3 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
     items[:] = [*others, *sorted(of_gpu, key=place)]
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

@@ -23,6 +23,9 @@ def test_documents_stay_apart(name: str, dtype: torch.dtype) -> None:
     model = zoo.tiny_model(name).to("cuda", dtype)
     with tritonpack.patch(model):
         check_isolation(model, lengths=LENGTHS)
+    if name == "llama":
+        with pytest.raises(tritonpack.IsolationError):
+            check_isolation(model, lengths=LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4_text"])

@@ -1,7 +1,6 @@
 """setup: a Trainer trains on packed rows as a plain loop does on padded batches of the same documents."""
 
 import functools
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -180,8 +179,6 @@ def test_columns_that_the_collator_uses_stay(as_dataset: bool, labelled: bool, t
     assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
     columns = f"completion_mask, input_ids{', labels' if labelled else ''}"
     assert f"columns: {columns}; left out: text" in str(handle)
-    if not as_dataset:
-        trainer.train()
     whole = make_trainer(tmp_path, train_dataset=WITH_TEXT, remove_unused_columns=False)
     tritonpack.setup(whole, TOKENS, drop_columns=("text",))
 
@@ -197,9 +194,10 @@ class TestUndoing:
         trainer.compute_loss = functools.partial(Trainer.compute_loss, trainer)  # as other libraries do
         attributes, callbacks, model = snapshot(trainer)
         handle = tritonpack.setup(trainer, TOKENS)
-        assert "get_train_dataloader" in vars(trainer)
+        assert type(trainer) is not Trainer
         handle.undo()
         after, callbacks_after, model_after = snapshot(trainer)
+        assert type(trainer) is Trainer
         assert after.keys() == attributes.keys()
         assert all(after[name] is attributes[name] for name in attributes)
         assert [id(one) for one in callbacks_after] == [id(one) for one in callbacks]
@@ -216,15 +214,10 @@ class TestUndoing:
             trainer.train()
             first = handle.patch
         assert type(trainer.get_train_dataloader()) is type(stock)
-        with tritonpack.setup(trainer, 32) as handle:
+        with tritonpack.setup(trainer, 32, attention="sdpa", unpad=False) as handle:
             trainer.train()
             assert handle.patch is not first
             assert max(batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()) <= 32
-
-    def test_the_remedy_for_another_attention(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path)
-        with tritonpack.setup(trainer, TOKENS, attention="sdpa", unpad=False):
-            assert trainer.get_train_dataloader().rank == 0
 
     @pytest.mark.slow
     def test_a_model_that_model_init_makes(self, tmp_path: Path) -> None:
@@ -250,8 +243,7 @@ class TestUndoing:
 @pytest.mark.slow
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    handle = tritonpack.setup(trainer, TOKENS)
-    assert handle.figures == {}
+    tritonpack.setup(trainer, TOKENS)
     watch = Watch(trainer.model)
     trainer.train()
     lengths = [[len(DOCUMENTS[number]["input_ids"]) for number in batch] for batch in watch.batches]
@@ -259,19 +251,50 @@ def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     tokens, padded = sum(map(sum, lengths)), sum(len(batch) * max(batch) for batch in lengths)
     assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
     assert last["train_packing_efficiency"] == pytest.approx(tokens / (TOKENS * len(lengths)))
-    figures = handle.figures
-    ratio = figures["train_tokens_computed_per_second"] / figures["train_tokens_given_per_second"]
+    ratio = last["train_tokens_computed_per_second"] / last["train_tokens_given_per_second"]
     assert ratio == pytest.approx(tokens / padded)
-    shown = ["tokens_saved_share", "packing_efficiency"]
-    names = [*shown, "tokens_given_per_second", "tokens_computed_per_second"]
-    assert sorted(figures) == sorted([*names, *(f"train_{name}" for name in names)])
+    names = ["tokens_saved_share", "tokens_given_per_second", "tokens_computed_per_second", "packing_efficiency"]
     first = trainer.state.log_history[0]
     for log, prefix in ((first, ""), (last, "train_")):
-        assert [n for n in log if n.removeprefix("train_") in names] == [f"{prefix}{name}" for name in shown]
+        assert [n for n in log if n.removeprefix("train_") in names] == [f"{prefix}{name}" for name in names]
     assert first["packing_efficiency"] == pytest.approx(sum(map(sum, lengths[:2])) / (2 * TOKENS))
     assert trainer.get_total_train_batch_size(trainer.args) == round(48 / 5), "documents of a step"
     samples = last["train_samples_per_second"] * last["train_runtime"]
     assert samples == pytest.approx(2 * 48, rel=0.01)
+
+
+@pytest.mark.slow
+def test_pairs_stay_together(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, train_dataset=PAIRS)
+    handle = tritonpack.setup(trainer, 2 * TOKENS, documents=documents_of)
+    assert "PackedDataLoader of 12 units of 24 documents" in str(handle)
+    watch = Watch(trainer.model)
+    trainer.train()
+    assert all(batch[::2] == batch[1::2] for batch in watch.batches), "both documents of a pair, one after the other"
+    found = sorted(chain.from_iterable(batch[::2] for batch in watch.batches))
+    assert found == sorted(2 * list(range(12))), "each pair once in each of two epochs"
+    documents = [documents_of(pair) for pair in PAIRS]
+    padded = tokens = 0
+    for batch in watch.batches:
+        lengths = [len(each["input_ids"]) for number in batch[::2] for each in documents[number]]
+        padded += len(lengths) * max(lengths)
+        tokens += sum(lengths)
+    last = trainer.state.log_history[-1]
+    assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
+
+
+@pytest.mark.slow
+def test_own_collator_of_trees_trains_alike(tmp_path: Path) -> None:
+    """All pairs in one row: in trees there are fewer tokens, and the loss is the mean over the same targets."""
+    groups = [[document["input_ids"] for document in documents_of(pair)] for pair in PAIRS]
+    outcomes = []
+    trees = {"collate_fn": tritonpack.TreeCollator(), "lengths": tritonpack.Units.of_trees(groups)}
+    for options in ({}, trees):
+        trainer = make_trainer(tmp_path, train_dataset=PAIRS, gradient_accumulation_steps=1)
+        with tritonpack.setup(trainer, 2048, tail="keep", documents=documents_of, **options) as handle:
+            assert "1 step of 1 rank" in str(handle)
+            outcomes.append(trained(trainer))
+    assert distance(*outcomes) < 4 * EXACT
 
 
 class OfPairs(Trainer):
@@ -298,46 +321,33 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
     "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
     "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
-    "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
-    "removed": ({}, {"tiled_loss": True}, r"tiled_loss of setup\(\) was removed: use Liger-Kernel"),
+    "rank": ({}, {"rank": 1}, "rank can't be passed, because the trainer decides it"),
+    "unknown": ({}, {"token": 2}, "has no option 'token'"),
+    "removed": ({}, {"tiled_loss": True}, r"tiled_loss of dataloader\(\) was removed: use Liger-Kernel"),
     "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
     "labels of another loss": ({}, {"labels": "tokens"}, r"LlamaForCausalLM takes labels='causal'.*Leave it out"),
     "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
     "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
-    "a collator": (
-        {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
-        "objective='tokens', and training would use 'causal'",
-    ),
+    "a collator": ({"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
+        "objective='tokens', and training would use 'causal'"),
     "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length"),
-    "an unknown column": (
-        {"train_dataset": WITH_TEXT, "remove_unused_columns": False}, {},
-        r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)",
-    ),
-    "preferences": (
-        {"train_dataset": [{"chosen_ids": [1, 2], "rejected_ids": [1, 3]}]}, {},
-        r"columns chosen_ids, rejected_ids\..*share_prefixes=True",
-    ),
-    "a classifier": (
-        {"model": a_classifier}, {}, r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"
-    ),
+    "an unknown column": ({"train_dataset": WITH_TEXT, "remove_unused_columns": False}, {},
+        r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)"),
+    "preferences": ({"train_dataset": [{"chosen_ids": [1, 2], "rejected_ids": [1, 3]}]}, {},
+        r"columns chosen_ids, rejected_ids\..*share_prefixes=True"),
+    "a classifier": ({"model": a_classifier}, {},
+        r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"),
     "attention": ({}, {"attention": "sdpa"}, r"leave both out\. Here: pass unpad=False"),
-    "a stream": (
-        {"train_dataset": lambda: datasets().from_list(DOCUMENTS).to_iterable_dataset(), "max_steps": 2}, {},
-        r"iterable.*pack_stream",
-    ),
+    "a stream": ({"train_dataset": lambda: datasets().from_list(DOCUMENTS).to_iterable_dataset(), "max_steps": 2}, {},
+        r"iterable.*pack_stream"),
     "GPUs": ({"args._n_gpu": 2}, {}, r"among 2 GPUs \(DataParallel\).*torchrun"),
-    "no items": (
-        {"model_accepts_loss_kwargs": False}, {},
-        r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss",
-    ),
+    "no items": ({"model_accepts_loss_kwargs": False}, {},
+        r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss"),
     "a sampler": ({"class": Other}, {}, r"Other has a _get_train_sampler of its own.*unpad=True"),
-    "a trainer of pairs": (
-        {"class": OfPairs, "train_dataset": PAIRS}, {"documents": documents_of},
-        r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack",
-    ),
-    "pairs without documents": (
-        {"train_dataset": PAIRS}, {}, "packed rows need documents with input_ids; those of the Trainer have the col"
-    ),
+    "a trainer of pairs": ({"class": OfPairs, "train_dataset": PAIRS}, {"documents": documents_of},
+        r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack"),
+    "pairs without documents": ({"train_dataset": PAIRS}, {},
+        "packed rows need documents with input_ids; those of the Trainer have the col"),
     "a collator of trees": (
         {"train_dataset": PAIRS},
         {"documents": documents_of, "collate_fn": tritonpack.TreeCollator(), "max_document_length": 4},
@@ -397,31 +407,23 @@ def test_sft_trainer(way: str, tmp_path: Path) -> None:
         tritonpack.setup(make_sft(tiny_model("llama"), tmp_path, padding_free=True), TOKENS)
 
 
-TASKS: dict[str, tuple[str, Callable[[int], Any]]] = {
-    "AutoModelForMaskedLM": ("tokens", lambda length: {"labels": [4] * length}),
-    "AutoModelForTokenClassification": ("tokens", lambda length: {"labels": [1] * length}),
-}
-
-
 @pytest.mark.parametrize("rows", [3, 1])
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.fast("AutoModelForTokenClassification-3")
-def test_tasks_beside_causal_models(task: str, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "label"), [("AutoModelForMaskedLM", 4), ("AutoModelForTokenClassification", 1)])
+@pytest.mark.fast("AutoModelForTokenClassification-1-3")
+def test_tasks_beside_causal_models(task: str, label: int, rows: int, tmp_path: Path) -> None:
     """A step of three rows has the loss and the gradients of one padded batch. transformers' losses of these models
     are means over the row."""
-    kind, labels = TASKS[task]
-    documents = [{**one, **labels(len(one["input_ids"]))} for one in DOCUMENTS]
+    documents = [{**one, "labels": [label] * len(one["input_ids"])} for one in DOCUMENTS]
     model, twin = (encoder(getattr(transformers, task)) for _ in range(2))
     trainer = make_trainer(tmp_path, model, train_dataset=documents, gradient_accumulation_steps=rows, max_steps=1)
     tritonpack.setup(trainer, 128)
-    assert trainer.get_train_dataloader().collate_fn.objective == kind
+    assert trainer.get_train_dataloader().collate_fn.objective == "tokens"
     watch = Watch(model)
     outcome = trained(trainer)
     assert len(watch.batches) == rows
     chosen = [documents[number] for batch in watch.batches for number in batch]
     batch = pad([{"input_ids": one["input_ids"]} for one in chosen])
-    rows_of_labels = [torch.tensor(one["labels"]) for one in chosen]
-    batch["labels"] = nn.utils.rnn.pad_sequence(rows_of_labels, batch_first=True, padding_value=-100)
+    batch["labels"][batch["attention_mask"] == 1] = label
     loss = twin.train()(**batch).loss
     loss.backward()
     moved = {name: -0.1 * p.grad for name, p in twin.named_parameters() if p.grad is not None}

@@ -1,6 +1,7 @@
 """setup in two processes: rows of both, losses and weights of padded batches, exact resume in the second epoch."""
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,12 @@ def one_of_two_processes(rank: int, folder: str) -> None:
 
     whole, batches = train("whole")
     per_epoch = len(whole.get_train_dataloader())
-    for epoch in range(2):
-        rows = [row for rank_ in batches for row in rank_[epoch * per_epoch : (epoch + 1) * per_epoch]]
-        assert sorted(number for row in rows for number in row) == list(range(48)), "each document once, on one rank"
-    steps = []
-    for epoch in range(2):
-        for start in range(epoch * per_epoch, (epoch + 1) * per_epoch, 2):
-            end = min(start + 2, (epoch + 1) * per_epoch)
-            steps.append([number for rank_ in batches for row in rank_[start:end] for number in row])
+    steps: list[list[int]] = []
+    for rows in ([one[:per_epoch] for one in batches], [one[per_epoch:] for one in batches]):
+        places = range(0, per_epoch, 2)
+        epoch = [[number for one in rows for row in one[at : at + 2] for number in row] for at in places]
+        assert sorted(chain(*epoch)) == list(range(48)), "each document once, on one rank"
+        steps += epoch
     expected_losses, moved = plain_loop(steps)
     losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert losses == pytest.approx(expected_losses, rel=EXACT)

@@ -41,9 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fewer epochs": (4, {"num_train_epochs": 3}, {"num_train_epochs": 1}),
     "more steps": (4, {"max_steps": 5}, {"max_steps": 24}),
     "steps in place of epochs": (13, {"num_train_epochs": 2}, {"max_steps": 24}),
-    "logging and loading": (
-        4, {}, {"logging_steps": 3, "save_steps": 7, "dataloader_num_workers": 1},
-    ),
+    "logging and loading": (4, {}, {"logging_steps": 3, "save_steps": 7, "dataloader_num_workers": 1}),
 }  # fmt: skip
 
 
@@ -70,10 +68,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "documents": ({"train_dataset": DOCUMENTS[::-1]}, r"Pass the same documents in the same order"),
     "cut": ({"max_document_length": 9}, r"other lengths.*cut at the same length.* Or pass ignore_data_skip=True"),
     "accumulation": (
-        {"gradient_accumulation_steps": 3}, r"because gradient_accumulation_steps was 1 and is 3\." + ANEW
+        {"gradient_accumulation_steps": 3}, r"since: gradient_accumulation_steps was 1 and is 3\." + ANEW
     ),
     "epochs that need more steps": (
-        {"num_train_epochs": 6, "tokens": 62}, rf"max_steps give each epoch \d+ steps, and it had \d+\.{ANEW}"
+        {"num_train_epochs": 6, "tokens": 62}, rf"max_steps give each epoch \d+ steps\.{ANEW}"
     ),
 }  # fmt: skip
 
@@ -105,15 +103,11 @@ def test_refuses_checkpoints_without_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_goes_on_after_an_epoch_that_was_ended_early(tmp_path: Path) -> None:
+def test_epoch_that_a_callback_ended_is_not_resumed(tmp_path: Path) -> None:
     class EndEpoch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_epoch_stop = state.global_step == 3
 
-    whole, batches = trained(tmp_path / "whole", callback=EndEpoch())
-    trained(tmp_path / "parts", stop=5, callback=EndEpoch())
-    resumed, rest = trained(tmp_path / "parts", resume=5, callback=EndEpoch())
-    assert rest == batches[5:]
-    assert (resumed.state.global_step, resumed.state.max_steps) == (whole.state.global_step, whole.state.max_steps)
-    for name, p in resumed.model.named_parameters():
-        assert torch.equal(p, whole.model.get_parameter(name)), name
+    trained(tmp_path, stop=5, callback=EndEpoch())
+    with pytest.raises(ValueError, match=r"its epoch 1 has other batches since: a callback ended .*ignore_data_skip"):
+        trained(tmp_path, resume=5)

@@ -98,7 +98,7 @@ def test_logs_have_the_tokens_and_seconds_of_training_alone(tmp_path: Path) -> N
     history = trainer.state.log_history
     assert [entry["step"] for entry in history if "tokens_saved_share" in entry] == [2, 4]
     for entry in history:
-        expected = [*SINCE_LOG, OVERALL[0]] if "loss" in entry else OVERALL if "train_loss" in entry else []
+        expected = SINCE_LOG if "loss" in entry else OVERALL if "train_loss" in entry else []
         assert [name for name in entry if "tokens" in name] == expected
     last = history[-1]
     assert last["train_tokens_saved_share"] == pytest.approx(1 - Clock.computed / Clock.given)
@@ -110,48 +110,38 @@ def test_logs_have_the_tokens_and_seconds_of_training_alone(tmp_path: Path) -> N
 
 
 def test_each_log_has_the_steps_since_the_one_before(tmp_path: Path) -> None:
-    """Reporters before and behind the callback get the entries. Training again starts the counts again."""
-    trainer = make_trainer(tmp_path, logging_steps=1, max_steps=2)
+    """Steps in which the patched model doesn't run get nothing. Training again starts the counts again."""
+    trainer = make_trainer(tmp_path, logging_steps=1, max_steps=3)
     trainer.model.register_forward_pre_hook(Clock.see, with_kwargs=True)
-    seen = []
+    handle, seen = tritonpack.patch(trainer.model, unpad=True), [(0, 0, 0.0)]
 
     class Steps(Reporter):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             seen.append((Clock.given, Clock.computed, Clock.now))
+            if state.global_step == 2:
+                handle.unpatch()
 
-    tritonpack.patch(trainer.model, unpad=True)
     trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
     before, behind = reporter_of(trainer), Steps()
     trainer.add_callback(behind)
     metrics = trainer.train().metrics
-    (given, computed, seconds), (all_given, all_computed, end) = seen
-    first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
-    want = [1 - computed / given, given / seconds, computed / seconds, 1 - computed / given]
-    assert [first[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
-    given, computed, seconds = all_given - given, all_computed - computed, end - seconds
-    want = [1 - computed / given, given / seconds, computed / seconds, 1 - all_computed / all_given]
-    assert [second[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
+    *logs, none = (entry for entry in trainer.state.log_history if "loss" in entry)
+    for entry, start, end in zip(logs, seen, seen[1:], strict=False):
+        given, computed, seconds = (now - then for now, then in zip(end, start, strict=True))
+        want = [1 - computed / given, given / seconds, computed / seconds]
+        assert [entry[name] for name in SINCE_LOG] == pytest.approx(want)
+    assert not {*SINCE_LOG} & {*none}
     of_tokens, *others = (
         [{name: entry[name] for name in entry if "tokens" in name} for entry in logs]
         for logs in (trainer.state.log_history, before.logs, behind.logs)
     )
     assert others == [of_tokens, of_tokens]
-    assert [len(entry) for entry in of_tokens] == [4, 4, 3]
-    assert set(OVERALL) <= set(metrics)
-    assert trainer.train().metrics["train_tokens_saved_share"] == metrics["train_tokens_saved_share"]
-
-
-@pytest.mark.slow
-def test_steps_without_the_patched_model_get_nothing(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    handle = tritonpack.patch(trainer.model, unpad=True)
-    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
-    unpatching = type("Unpatching", (TrainerCallback,), {"on_step_end": lambda *_, **__: handle.unpatch()})
-    trainer.add_callback(unpatching())
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [set(SINCE_LOG) <= set(entry) for entry in logged] == [True, False, False, False, False]
-    assert len({entry["train_tokens_saved_share"] for entry in logged}) == 1
+    given, computed, _ = seen[2]
+    assert metrics["train_tokens_saved_share"] == pytest.approx(1 - computed / given)
+    tritonpack.patch(trainer.model, unpad=True)
+    given, computed = Clock.given, Clock.computed
+    share = trainer.train().metrics["train_tokens_saved_share"]
+    assert share == pytest.approx(1 - (Clock.computed - computed) / (Clock.given - given))
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -57,27 +57,17 @@ LENGTHS = (200, 133)  # tokens; their number isn't a multiple of 16
 
 @dataclass(frozen=True)
 class Configuration:
-    """One kernel of the package, with everything that determines its machine code.
-
-    Attributes:
-        kernel, head_dim, dtype: as in the table of tiles.
-        gpu: a key of `TARGETS`.
-        head_dim_v: of the values; None means head_dim.
-        group: query heads per key head.
-        features: those in use, of softcap, sinks, alibi, dropout, tree, dlse: a gradient of the log-sum-exp.
-        large: whether tensors have storages of more than 2 GiB, for which Triton compiles other binaries on AMD GPUs.
-        backend: "triton" or "gluon".
-    """
+    """One kernel of the package, with everything that determines its machine code."""
 
     kernel: Kernel
-    gpu: str
+    gpu: str  # a key of `TARGETS`
     head_dim: int
     dtype: torch.dtype
-    head_dim_v: int | None = None
-    group: int = 4
-    features: tuple[str, ...] = ()
-    large: bool = False
-    backend: str = "triton"
+    head_dim_v: int | None = None  # None means head_dim
+    group: int = 4  # query heads per key head
+    features: tuple[str, ...] = ()  # of softcap, sinks, alibi, dropout, tree, dlse: a gradient of the log-sum-exp
+    large: bool = False  # storages of more than 2 GiB, for which Triton compiles other binaries on AMD GPUs
+    backend: str = "triton"  # or "gluon"
 
     @property
     def arch(self) -> str:
@@ -122,22 +112,14 @@ def hopper_configurations() -> list[Configuration]:
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of a compiled kernel.
+    """The resources of a compiled kernel."""
 
-    Attributes:
-        registers: per thread (AMD: vector and accumulation registers together).
-        spills: instructions that move spilled registers, in the whole kernel.
-        shared_bytes: shared memory per program.
-        matrix_instructions, instructions: of the whole kernel.
-        loops: the innermost loops that multiply, in the order of the code.
-    """
-
-    registers: int
-    spills: int
-    shared_bytes: int
+    registers: int  # per thread (AMD: vector and accumulation registers together)
+    spills: int  # instructions that move spilled registers
+    shared_bytes: int  # shared memory per program
     matrix_instructions: int
     instructions: int
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Loop, ...] = ()  # the innermost that multiply, in the order of the code
 
     @property
     def spills_in_loops(self) -> int:
@@ -160,12 +142,8 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded(gpu: str, *, large: bool = False) -> Iterator[list[Launch]]:
-    """Record the launches of a block as on a GPU. Nothing is compiled, and the tensors lie in host memory.
-
-    Args:
-        gpu: a key of `TARGETS`.
-        large: as if every storage had more than 2 GiB.
-    """
+    """Record the launches of a block as on a GPU of `TARGETS`, if `large` as if every storage had more than 2 GiB.
+    Nothing is compiled, and the tensors lie in host memory."""
     launches: list[Launch] = []
     target, on_amd = TARGETS[gpu], gpu.startswith("gfx")
 
@@ -244,14 +222,8 @@ def _read_amd(compiled: Any) -> tuple[Resources, str]:
 
 
 def _resources(compiled: Any, registers: int, whole: Loop, loops: list[Loop]) -> Resources:
-    return Resources(
-        registers=registers,
-        spills=whole.spills,
-        shared_bytes=compiled.metadata.shared,
-        matrix_instructions=whole.matrix_instructions,
-        instructions=whole.instructions,
-        loops=tuple(loops),
-    )
+    shared, products = compiled.metadata.shared, whole.matrix_instructions
+    return Resources(registers, whole.spills, shared, products, whole.instructions, tuple(loops))
 
 
 def _run_tool(name: str, *arguments: str) -> str:

@@ -21,7 +21,7 @@ from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.kernels import intervals, trees
 from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES
-from tritonpack.masks.dense import bits, dense
+from tritonpack.masks.forms import dense
 from tritonpack.testing import CASES, Case, Inputs, make_inputs
 from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import run
@@ -31,19 +31,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Call:
-    """A call that launches kernels.
-
-    Attributes:
-        name: for test ids.
-        prepare: makes the tensors and masks on a device; they have values.
-        launch: launches kernels for them.
-        kernels: the names of kernels that it launches, among others.
-    """
+    """A call that launches kernels."""
 
     name: str
-    prepare: Callable[[str], Any]
-    launch: Callable[[Any], object]
-    kernels: frozenset[str]
+    prepare: Callable[[str], Any]  # makes the tensors and masks on a device; they have values
+    launch: Callable[[Any], object]  # launches kernels for them
+    kernels: frozenset[str]  # the names of some that it launches
 
     def __str__(self) -> str:
         return self.name
@@ -56,16 +49,11 @@ class Call:
 
 def calls() -> list[Call]:
     """All calls; of the cases that differ in lengths and masks alone, and so share their kernels, the first."""
+    invariant = {"pack_invariant": True}
     cases: list[tuple[str, Case, dict[str, Any], str]] = [
-        (prefix, case, {}, dtype)
-        for prefix, those in (("large-", LARGE), ("", CASES))
-        for case in those
-        for dtype in DTYPES
-    ]
-    cases += [
-        ("pack-invariant-", case, {"pack_invariant": True}, dtype)
-        for case in invariance.CASES
-        for dtype in ("bf16", "fp16")
+        *(("large-", case, {}, dtype) for case in LARGE for dtype in DTYPES),
+        *(("", case, {}, dtype) for case in CASES for dtype in DTYPES),
+        *(("pack-invariant-", case, invariant, dtype) for case in invariance.CASES for dtype in ("bf16", "fp16")),
     ]
     # Dimensions of size 1, whose strides torch leaves open.
     one_token = Case("one-token", (1,), heads=1, kv_heads=1, head_dim=128)
@@ -144,7 +132,6 @@ def mask_calls() -> list[Call]:
         ("bounds", mask, partial(_transposed, checked=True), "transpose_kernel"),
         *((f"dense-{name}", mask, partial(_dense, dtype), "dense_mask_kernel")
           for name, dtype in (("bool", torch.bool), ("bf16", torch.bfloat16), ("fp32", torch.float32))),
-        ("bits", mask, bits, "dense_mask_kernel"),
         ("parents", lambda device: torch.tensor([parents_of(*forest)], device=device),
          lambda values: trees.bounds_of_rows(values, "parents", everything, everything),
          "parents_kernel depths_kernel starts_kernel"),

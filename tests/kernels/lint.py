@@ -23,13 +23,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tests.kernels.aot import (
-    TARGETS,
-    USES_TILES_OF,
-    Configuration,
-    Resources,
-    hopper_configurations,
-)
+from tests.kernels.aot import TARGETS, USES_TILES_OF, Configuration, Resources, hopper_configurations
 from tritonpack.kernels.tile_shapes import TILES, Kernel, key_gradient_kernels
 
 KERNELS = Path(__file__).parents[2] / "tritonpack" / "kernels"
@@ -129,15 +123,9 @@ def _of_amd_gpu(gpu: str) -> Iterator[Configuration]:
 
 
 def _kernels(
-    gpu: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    head_dim_v: int | None = None,
-    *,
-    group: int = 4,
-    features: tuple[str, ...] = (),
-    large: bool = False,
-) -> Iterator[Configuration]:
+    gpu: str, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None, *, group: int = 4,
+    features: tuple[str, ...] = (), large: bool = False,
+) -> Iterator[Configuration]:  # fmt: skip
     """The kernels of forward and backward; not those that the features don't change."""
     arch, row = USES_TILES_OF.get(gpu, gpu), triton.next_power_of_2(head_dim)
     kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")

@@ -27,21 +27,13 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What a loop of a kernel executes in an iteration, in instructions per warp.
-
-    Attributes:
-        instructions: all of them.
-        matrix_instructions: those that multiply matrices.
-        spills: those that move spilled registers.
-        barriers: those at which the program's warps wait for each other.
-        waits: those at which a warp waits: barriers, and for products, loads, shuffles.
-    """
+    """What a loop of a kernel executes in an iteration, in instructions per warp."""
 
     instructions: int
     matrix_instructions: int = 0
-    spills: int = 0
-    barriers: int = 0
-    waits: int = 0
+    spills: int = 0  # that move spilled registers
+    barriers: int = 0  # at which the program's warps wait for each other
+    waits: int = 0  # at which a warp waits: barriers, and for products, loads, shuffles
 
 
 class Code(NamedTuple):

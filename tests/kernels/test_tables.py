@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.backends.test_tile_table import masks
+from tests.masks.forests import mask_of_ends
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.backends import tile_table
 from tritonpack.backends import triton as triton_backend
@@ -155,8 +156,8 @@ BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
         partial(BlockDiagonalMask.from_segment_ids, IDS.eq(0).cumsum(0)), ["aten.new_zeros.default", "runs_kernel"],
     ),
     "bounds": (lambda: BlockDiagonalMask(KEY_START, KEY_START, 4), [COPY, COPY, "transpose_kernel"]),
-    "ends": (partial(BlockDiagonalMask.from_tree_ends, TREE.query_stop[None].clone()), ["ends_kernel", *OF_TREES]),
-    "bounds of a tree": (lambda: replace(TREE), [*[COPY] * 5, "check_kernel"]),
+    "ends": (partial(mask_of_ends, TREE.query_stop[None].clone()), ["ends_kernel", *OF_TREES]),
+    "bounds of a tree": (lambda: replace(TREE), [*[COPY] * 6, "check_kernel"]),
 }  # fmt: skip
 TABLES = ["tables_kernel"]
 TREE_TABLES = ["tables_kernel", "extremes_kernel", "count_kernel", "fill_kernel"]

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.assertions import assertions, fails
-from tests.masks.forests import forests
+from tests.masks.forests import forests, mask_of_ends
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels import trees
 from tritonpack.masks.tree import SLACK
@@ -79,7 +79,7 @@ def test_shapes(name: str, blocks: tuple[int, int]) -> None:
     parents = torch.tensor(SHAPES[name])
     reach = REACHES[len(name) % len(REACHES)]
     assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
-    assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends_of(parents[None])), blocks)
+    assert_same(lambda: mask_of_ends(ends_of(parents[None])), blocks)
 
 
 @settings(max_examples=6)
@@ -92,7 +92,7 @@ def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[
     assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
     ends, place = ends_of(parents), torch.arange(length)
     ends = torch.where((ends == place + 1) & (torch.rand(ends.shape) < 0.4), place, ends).to(dtype)
-    assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends, **reach), blocks)
+    assert_same(lambda: mask_of_ends(ends, **reach), blocks)
 
 
 def test_strides_emptiness_and_reach_beyond_32_bits() -> None:
@@ -101,7 +101,7 @@ def test_strides_emptiness_and_reach_beyond_32_bits() -> None:
     for values in (comb.T.contiguous().T, comb[:1].expand(2, -1), comb[:, :10], *empty):
         assert_same(partial(BlockDiagonalMask.from_tree, values), BLOCKS[1])
     for values in empty:
-        assert_same(partial(BlockDiagonalMask.from_tree_ends, values), BLOCKS[1])
+        assert_same(partial(mask_of_ends, values), BLOCKS[1])
     for reach in ({"window": (2**31 - 2, 0)}, {"window": (2**40, 0), "chunk_size": 2**31 - 2}, {"chunk_size": 2**40}):
         assert_same(partial(BlockDiagonalMask.from_tree, SHAPES["comb"], **reach), BLOCKS[1])
 
@@ -129,7 +129,7 @@ BAD_ENDS: list[list[Any]] = [
 ]  # fmt: skip
 REFUSED = [
     *((BlockDiagonalMask.from_tree, PARENTS, values) for values in BAD_PARENTS),
-    *((BlockDiagonalMask.from_tree_ends, ENDS, values) for values in BAD_ENDS),
+    *((mask_of_ends, ENDS, values) for values in BAD_ENDS),
 ]
 
 
@@ -151,7 +151,7 @@ def test_what_torch_refuses(parents: tuple[int, ...], kind: str, data: st.DataOb
     values = good if kind == "parents" else ends_of(good)
     place, value = data.draw(st.integers(0, len(parents) - 1)), data.draw(st.integers(-3, len(parents) + 1))
     values[0, place] = value
-    build = BlockDiagonalMask.from_tree if kind == "parents" else BlockDiagonalMask.from_tree_ends
+    build = BlockDiagonalMask.from_tree if kind == "parents" else mask_of_ends
     blocks = data.draw(st.sampled_from(BLOCKS))
     try:
         build(values)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonpack.masks.tree import ROOT, SLACK
+from tritonpack import BlockDiagonalMask
+from tritonpack.checks import Lengths, Window, check_reach
+from tritonpack.masks.block_diagonal import mask_from_intervals
+from tritonpack.masks.tree import ROOT, SLACK, forest_intervals
 from tritonpack.testing.cases import parents_of
 
 settings.register_profile("tritonpack", deadline=None, derandomize=True, database=None, max_examples=40)
@@ -27,17 +32,11 @@ def _any_tree(draw: st.DrawFn) -> list[tuple[int, int]]:
     return nodes
 
 
+# A prompt with completions, and a chain, both with more tokens
+_STAR = st.builds(lambda n, rest: [(ROOT, n), *((0, one) for one in rest)], _TOKENS, st.lists(_TOKENS, max_size=20))
 _CHAIN = st.builds(lambda n: [(ROOT, n)], st.integers(1, 60))
-_STAR = st.builds(lambda n, rest: [(ROOT, n), *((0, one) for one in rest)], _TOKENS, st.lists(_TOKENS, max_size=16))
-_COMB = st.builds(  # a spine of nodes, each with a tooth
-    lambda spine, tooth, n: [(ROOT, spine), *((i // 2 * 2, spine if i % 2 else tooth) for i in range(2 * n))],
-    st.integers(1, 4),
-    _TOKENS,
-    st.integers(1, 9),
-)
-_LEAVES_OF_ONE = st.builds(lambda n, leaves: [(ROOT, n), *[(0, 1)] * leaves], _TOKENS, st.integers(1, 20))
 
-TREES = st.one_of(_CHAIN, _STAR, _COMB, _LEAVES_OF_ONE, _any_tree())
+TREES = st.one_of(_CHAIN, _STAR, _any_tree())
 
 
 @st.composite
@@ -45,6 +44,11 @@ def forests(draw: st.DrawFn, *, slack: bool = True) -> tuple[int, ...]:
     """The parents of a few trees, with tokens outside of them at the end."""
     trees = draw(st.lists(TREES, min_size=1, max_size=4))
     return parents_of(*trees) + (SLACK,) * (draw(st.integers(0, 5)) if slack else 0)
+
+
+def mask_of_ends(ends: Lengths, window: Window = (-1, -1), chunk_size: int | None = None) -> BlockDiagonalMask:
+    """The mask of the end of each token's subtree, as `tree_ends` of a patched model's call gives it."""
+    return mask_from_intervals(partial(forest_intervals, ends, "ends"), check_reach(window, True, chunk_size))
 
 
 def path_of(parents: tuple[int, ...], token: int) -> list[int]:

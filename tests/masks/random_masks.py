@@ -25,6 +25,13 @@ def random_intervals(rng: random.Random, most: int = 12) -> BlockDiagonalMask:
     return BlockDiagonalMask(*(torch.tensor(x, dtype=torch.int32) for x in bounds), keys)
 
 
+def distances(mask: BlockDiagonalMask) -> torch.Tensor:
+    """(num_queries, num_keys), how far each key lies from each query's own place, as ALiBi counts it."""
+    assert mask.diagonal is not None
+    places = torch.arange(mask.num_keys) if mask.key_places is None else mask.key_places
+    return (mask.diagonal[:, None] - places).abs()
+
+
 def random_multimodal_document(rng: random.Random) -> list[tuple[int, int, int]]:
     """(time, height, width) of each token, as in Qwen2-VL: a part begins after the largest number so far."""
     tokens: list[tuple[int, int, int]] = []

@@ -12,21 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import pad
 
-from tests.masks.forests import forests, visible
-from tests.masks.random_masks import WINDOWS, random_intervals, random_multimodal_document
+from tests.masks.forests import forests, mask_of_ends, visible
+from tests.masks.random_masks import WINDOWS, distances, random_intervals, random_multimodal_document
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.masks.block_diagonal import document_starts
+from tritonpack.masks.intervals import document_starts
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-REACHES = st.fixed_dictionaries(
-    {
-        "window": st.sampled_from(WINDOWS),
-        "causal": st.booleans(),
-        "chunk_size": st.sampled_from([None, None, 1, 2, 5, 99]),
-    }
-)
+CHUNKS = st.sampled_from([None, None, 1, 2, 5, 99])
+REACHES = st.fixed_dictionaries({"window": st.sampled_from(WINDOWS), "causal": st.booleans(), "chunk_size": CHUNKS})
 LENGTHS = st.lists(st.integers(0, 9), max_size=6)
 
 
@@ -78,10 +72,9 @@ def of_lengths(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
     reach, lens_q = draw(REACHES), draw(LENGTHS)
     cross = draw(st.booleans())
     lens_k = [draw(st.integers(0, 9)) for _ in lens_q] if cross else lens_q
-    slack = draw(st.integers(0, 3))
+    slack = [Token(None, 0)] * draw(st.integers(0, 3))
     queries = [Token(b, i + k - q) for b, (q, k) in enumerate(zip(lens_q, lens_k, strict=True)) for i in range(q)]
-    keys = [Token(b, j) for b, k in enumerate(lens_k) for j in range(k)]
-    queries, keys = (tokens + [Token(None, 0)] * slack for tokens in (queries, keys))
+    queries, keys = queries + slack, [Token(b, j) for b, k in enumerate(lens_k) for j in range(k)] + slack
     spans = None
     if not cross and draw(st.booleans()):
         spans = [draw(st.integers(0, 2)) for _ in queries]
@@ -90,9 +83,9 @@ def of_lengths(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
     if slack or draw(st.booleans()):
         kind = draw(st.sampled_from([torch.int32, torch.int64]))
         cu = [torch.tensor([0, *lengths]).cumsum(0).to(kind) for lengths in ((lens_q, lens_k) if cross else (lens_q,))]
-        totals = {"total_q": len(queries), "total_k": len(keys)}
-        return BlockDiagonalMask.from_cu_seqlens(*cu, spans=spans, **totals, **reach), pairs(queries, keys, reach)
-    mask = BlockDiagonalMask.from_seqlens(lens_q, lens_k if cross else None, spans=spans, **reach)
+        mask = BlockDiagonalMask.from_cu_seqlens(*cu, spans=spans, total_q=len(queries), total_k=len(keys), **reach)
+    else:
+        mask = BlockDiagonalMask.from_seqlens(lens_q, lens_k if cross else None, spans=spans, **reach)
     return mask, pairs(queries, keys, reach)
 
 
@@ -154,12 +147,8 @@ def of_trees(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
     reach = {"window": (-1 if left is None else left, -1), "chunk_size": chunk}
     expected = torch.block_diag(*(visible(row, left, chunk) for row in rows)).bool()
     if draw(st.booleans()):
-        whole = [visible(row) for row in rows]
-        ends = [
-            [int(column.nonzero().max()) + 1 if column.any() else n for n, column in enumerate(seen.T)]
-            for seen in whole
-        ]
-        return BlockDiagonalMask.from_tree_ends(torch.tensor(ends), **reach), expected
+        ends = torch.stack([BlockDiagonalMask.from_tree(row).query_stop.long() for row in rows])
+        return mask_of_ends(ends, **reach), expected
     return BlockDiagonalMask.from_tree(torch.tensor(rows), **reach), expected
 
 
@@ -172,38 +161,35 @@ def test_every_form(made: tuple[BlockDiagonalMask, Tensor], data: st.DataObject)
     mask, expected = made
     assert torch.equal(mask.validate().to_dense(), expected)
     assert torch.equal(mask.key_start < mask.key_stop, expected.any(1))
-    bits = ((mask.to_bits()[:, :, None] >> torch.arange(32)) & 1).flatten(1)
-    assert torch.equal(bits, pad(expected, (0, -mask.num_keys % 32)).int())
     dtype = data.draw(st.sampled_from(FLOATS))
     added = mask.to_dense(dtype, additive=True)
     assert torch.equal(mask.to_dense(dtype), expected.to(dtype))
     assert torch.equal(added, torch.where(expected, 0.0, torch.finfo(dtype).min).to(dtype))
-    for form in (mask.to_dense(), added, mask.to_bits()):  # rows begin at multiples of 16 bytes
+    for form in (mask.to_dense(), added):  # rows begin at multiples of 16 bytes
         assert not form.numel() or (form.stride(0) * form.element_size() % 16, form.stride(1)) == (0, 1)
     transposed = mask.transpose().validate()
     assert torch.equal(transposed.to_dense(), expected.T)
     assert torch.equal(transposed.transpose().validate().to_dense(), expected)
     assert mask.transpose() is transposed
-    rows, keys = (
-        data.draw(st.lists(st.integers(0, n - 1), unique=True).map(sorted) if n else st.just([]))
-        for n in expected.shape
-    )
-    rows, keys = torch.tensor(rows, dtype=torch.int64), torch.tensor(keys, dtype=torch.int32)
-    part = mask.restrict(rows, keys)
+    kept = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in expected.shape]
+    rows, keys = (torch.tensor(one, dtype=torch.bool).nonzero().flatten() for one in kept)
+    part, picked = mask.restrict(rows, keys.int()), expected[rows][:, keys]
     for one, dense in (
-        (part, expected[rows][:, keys]),
-        (mask.restrict(rows).restrict(None, keys), expected[rows][:, keys]),
-        (mask.restrict(), expected),
-        (part.transpose(), expected[rows][:, keys].T),
-        (mask.to("cpu"), expected),
-        *(
-            (duplicate(mask), expected)
-            for duplicate in (copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)))
-        ),
+        (part, picked),
+        (part.transpose(), picked.T),
+        (mask.restrict(rows).restrict(None, keys), picked),
     ):
         assert torch.equal(one.validate().to_dense(), dense)
+    for one in (
+        mask.restrict(),
+        mask.to("cpu"),
+        copy.deepcopy(mask),
+        copy.copy(mask),
+        pickle.loads(pickle.dumps(mask)),
+    ):
+        assert torch.equal(one.validate().to_dense(), expected)
     if mask.diagonal is not None:
-        assert torch.equal(part.distances(), mask.distances()[rows][:, keys])
+        assert torch.equal(distances(part), distances(mask)[rows][:, keys])
 
 
 @settings(max_examples=100)
@@ -266,15 +252,12 @@ def test_documents_depths_and_names() -> None:
     mask = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 4, 4])
     assert (mask.num_queries, mask.num_keys, mask.max_documents) == (5, 4, 2)
     assert BlockDiagonalMask.from_cu_seqlens([0, 2, 5], total_q=8).num_keys == 8
-    for made, kind in ((documents, ""), (tree, ", tree")):
+    for made, is_tree in ((documents, False), (tree, True)):
         moved = made.to("meta")
-        assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7{kind}, device=meta)"
+        assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7, is_tree={is_tree}, device=meta)"
         assert moved.origin is made
         assert moved.document.device == moved.device
         assert len({made, moved, made}) == 2
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (3, 2, 0)])
-def test_no_tokens(shape: tuple[int, ...]) -> None:
-    mask = BlockDiagonalMask.from_position_ids(torch.zeros(shape, dtype=torch.int64))
-    assert (mask.num_queries, mask.num_keys) == (0, 0)
+    for shape in ((0,), (0, 4), (2, 0), (3, 2, 0)):
+        mask = BlockDiagonalMask.from_position_ids(torch.zeros(shape, dtype=torch.int64))
+        assert (mask.num_queries, mask.num_keys) == (0, 0)

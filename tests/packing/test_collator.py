@@ -1,5 +1,8 @@
 """PackingCollator: the batch for each objective, kind of column and mask. test_refusals.py has what it refuses."""
 
+import sys
+import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -7,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import tritonpack
 from tests.packing.tries import REPEATABLE
-from tritonpack import BlockDiagonalMask, PackingCollator, TreeCollator
-from tritonpack.packing.columns import LEARNED
+from tests.packing.vision.test_collator import LLAVA
+from tritonpack import PackingCollator, PackingWarning, TreeCollator, VisionPackingCollator, notices
+from tritonpack.packing.collator import LEARNED
 
 IGNORED = -100
 IDS = [5, 6, 7, 8]
@@ -21,26 +26,15 @@ def collate(*features: Any, **settings: Any) -> dict[str, Any]:
     return PackingCollator(**settings)(features)
 
 
-def plain(batch: Any) -> dict[str, Any]:
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
 def test_documents_share_a_row():
     batch = collate({"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]})
-    assert plain(batch) == {
-        "input_ids": [[5, 6, 7, 8, 9, 4]],
-        "labels": [[IGNORED, 6, 7, IGNORED, IGNORED, 4]],
-        "position_ids": [[0, 1, 2, 0, 0, 1]],
-        "seq_idx": [[0, 0, 0, 1, 2, 2]],
-        "cu_seq_lens_q": [0, 3, 4, 6],
-        "cu_seq_lens_k": [0, 3, 4, 6],
-        "max_length_q": 3,
-        "max_length_k": 3,
-    }
-    short = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
-    for name, value in batch.items():
-        wanted = int if name.startswith("max") else torch.int32 if name in short else torch.int64
-        assert getattr(value, "dtype", type(value)) is wanted, name
+    expected = {
+        "input_ids": torch.tensor([[5, 6, 7, 8, 9, 4]]), "labels": torch.tensor([[IGNORED, 6, 7, IGNORED, IGNORED, 4]]),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 2, 2]]).int(),
+        "cu_seq_lens_q": torch.tensor([0, 3, 4, 6]).int(), "cu_seq_lens_k": torch.tensor([0, 3, 4, 6]).int(),
+        "max_length_q": 3, "max_length_k": 3,
+    }  # fmt: skip
+    assert str(batch) == str(expected)
 
 
 @REPEATABLE
@@ -67,28 +61,20 @@ def test_every_document_once_with_its_columns(lengths, multiple, longest, object
     tokens = [number + 1 for number, length in enumerate(cut) for _ in range(length)]
     padded = -len(tokens) % (multiple or 1)
     every = cut + [padded] * (padded > 0)
-    starts = np.cumsum([0, *every])[:-1]
     assert batch["input_ids"][0].tolist() == tokens + [0] * padded
     assert batch["special_tokens_mask"][0].tolist() == [0] * len(tokens) + [1] * padded
     assert batch["cu_seq_lens_q"].diff().tolist() == every
+    assert batch["seq_idx"][0].tolist() == [number for number, length in enumerate(every) for _ in range(length)]
     assert batch["max_length_q"] == batch["max_length_k"] == max(every)
     assert batch["position_ids"][0].tolist() == [place for length in every for place in range(length)]
     if multiple is not None:  # also of full rows: the same arguments for every batch make one graph
         assert batch["attention_mask"].tolist() == [[1] * len(tokens) + [0] * padded]
     if objective == "causal":
         expected = batch["input_ids"].clone()
-        expected[:, len(tokens) :] = expected[:, starts] = IGNORED
+        expected[:, len(tokens) :] = expected[:, np.cumsum([0, *every])[:-1]] = IGNORED
         assert torch.equal(batch["labels"], expected)
     else:
         assert "labels" not in batch
-    masks = (
-        BlockDiagonalMask.from_cu_seqlens(batch["cu_seq_lens_q"]),
-        BlockDiagonalMask.from_position_ids(batch["position_ids"]),
-        BlockDiagonalMask.from_segment_ids(batch["seq_idx"] + 1),
-    )
-    for mask in masks[1:]:
-        assert torch.equal(mask.key_start, masks[0].key_start)
-        assert torch.equal(mask.key_stop, masks[0].key_stop)
 
 
 def read_only(ids):
@@ -97,21 +83,12 @@ def read_only(ids):
     return array
 
 
-CONVERSIONS = {
-    "list": list,
-    "tuple": tuple,
-    "tensor": torch.tensor,
-    "int32": lambda ids: torch.tensor(ids, dtype=torch.int32),
-    "uint16 array": lambda ids: np.array(ids, dtype=np.uint16),
-    "uint64 tensor": lambda ids: torch.tensor(ids, dtype=torch.uint64),
-    "big-endian": lambda ids: np.array(ids, dtype=">i4"),
-    "read-only": read_only,
-    "list of numbers": lambda ids: list(np.array(ids)),
-}
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("convert", [
+    list, tuple, torch.tensor, torch.IntTensor, read_only, lambda ids: np.array(ids, dtype=np.uint16),
+    lambda ids: torch.tensor(ids, dtype=torch.uint64), lambda ids: np.array(ids, dtype=">i4"),
+    lambda ids: list(np.array(ids)),
+])  # fmt: skip
 def test_types_of_columns_which_stay_unchanged(convert):
     names = ("input_ids", "labels", "attention_mask", "completion_mask")
     feature = {name: convert([1, 1, 1]) for name in names}
@@ -124,40 +101,37 @@ def test_types_of_columns_which_stay_unchanged(convert):
     assert all(list(map(int, feature[name])) == [1, 1, 1] for name in names)
 
 
-# objective, columns of two documents of 3 and 1 tokens, and what becomes of them
-COLUMNS: dict[str, Any] = {
-    "tokens keep all labels": ("tokens", {"labels": ([2, IGNORED, 0], [1])}, {"labels": [[2, IGNORED, 0, 1]]}),
-    "length": ("causal", {"length": (3, 1)}, {"length": None}),
-    "types": ("causal", {"token_type_ids": ([0, 1, 1], [0])}, {"token_type_ids": [[0, 1, 1, 0]]}),
-    "per token": ("causal", {"w": ([0.5, 1, 2], np.array([70000.0]))}, {"w": [[0.5, 1, 2, 70000.0]]}),
-    "rows per token": ("causal", {"w": ([[1, 2]] * 3, [[3, 4]])}, {"w": [[[1, 2]] * 3 + [[3, 4]]]}),
-}
+# objective, a column of two documents of 3 and 1 tokens, and what becomes of it
+COLUMNS: list[Any] = [
+    ("tokens", "labels", ([2, IGNORED, 0], [1]), [[2, IGNORED, 0, 1]]),
+    ("causal", "length", (3, 1), None),
+    ("causal", "token_type_ids", ([0, 1, 1], [0]), [[0, 1, 1, 0]]),
+    ("causal", "w", ([0.5, 1, 2], np.array([70000.0])), [[0.5, 1, 2, 70000.0]]),
+    ("causal", "w", ([[1, 2]] * 3, [[3, 4]]), [[[1, 2]] * 3 + [[3, 4]]]),
+]
 
 
-@pytest.mark.parametrize("case", COLUMNS)
-def test_columns(case):
-    objective, columns, expected = COLUMNS[case]
-    features = [{"input_ids": ids} | {name: both[i] for name, both in columns.items()}
-                for i, ids in enumerate(([5, 6, 7], [8]))]  # fmt: skip
+@pytest.mark.parametrize(("objective", "name", "both", "expected"), COLUMNS)
+def test_columns(objective, name, both, expected):
+    features = [{"input_ids": ids, name: values} for ids, values in zip(([5, 6, 7], [8]), both, strict=True)]
     for given_features in (features, [features]):  # documents, or a list of them
-        batch = collate(*given_features, objective=objective, per_token=["w"] if "w" in columns else ())
+        batch = collate(*given_features, objective=objective, per_token=["w"] if name == "w" else ())
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
-        for name, values in expected.items():
-            assert (batch[name].tolist() if name in batch else None) == values
+        assert (batch[name].tolist() if name in batch else None) == expected
 
 
 # Labels beside a mask: labels, mask -> what the labels become; or the label that is refused, and its token.
-MASKED: dict[str, Any] = {
-    "copy of the ids": ([5, 6, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
-    "no labels": (None, [0, 1, 0, 1], [-100, 6, -100, 8]),
-    "fewer tokens than the mask": ([-100, -100, -100, 8], [0, 0, 1, 1], [-100, -100, -100, 8]),
-    "other ids": ([-100, -100, 9, 8], [0, 0, 1, 1], [-100, -100, 9, 8]),
-    "nothing learned": ([5, 6, 7, 8], [0, 0, 0, 0], [-100] * 4),
-    "mask of ones": ([5, 9, 7, 8], [1, 1, 1, 1], [-100, 9, 7, 8]),
-    "refused: first token": ([5, -100, 7, -100], [0, 0, 1, 1], "5 at token 0"),
-    "refused: tokens of their own": ([-100, 6, 7, 8], [0, 0, 1, 1], "6 at token 1"),
-    "refused: another id": ([-100, 6, 9, 8], [0, 1, 0, 1], "9 at token 2"),
-}
+MASKED: list[Any] = [
+    ([5, 6, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
+    (None, [0, 1, 0, 1], [-100, 6, -100, 8]),
+    ([-100, -100, -100, 8], [0, 0, 1, 1], [-100, -100, -100, 8]),
+    ([-100, -100, 9, 8], [0, 0, 1, 1], [-100, -100, 9, 8]),
+    ([5, 6, 7, 8], [0, 0, 0, 0], [-100] * 4),
+    ([5, 9, 7, 8], [1, 1, 1, 1], [-100, 9, 7, 8]),
+    ([5, -100, 7, -100], [0, 0, 1, 1], "5 at token 0"),
+    ([-100, 6, 7, 8], [0, 0, 1, 1], "6 at token 1"),
+    ([-100, 6, 9, 8], [0, 1, 0, 1], "9 at token 2"),
+]
 
 
 def through_table(rows: Any) -> dict[str, Any]:
@@ -169,22 +143,18 @@ WAYS: dict[str, Any] = {
     "PackingCollator": lambda rows: collate(rows[0]),
     "a row of documents": lambda rows: collate(rows[0] | {"seq_lengths": [4]}),
     "dataloader": lambda rows: next(iter(tritonpack.dataloader(rows, tokens=4))),
-    "pack_stream": lambda rows: PackingCollator()(next(iter(tritonpack.pack_stream(rows, 4)))),
     "pack_dataset": through_table,
     "TreeCollator": lambda rows: TreeCollator()(rows[:1]),
 }
 
 
 @pytest.mark.fast(
-    "PackingCollator-completion_mask",
-    "a row of documents-completion_mask",
-    "pack_stream-assistant_masks",
-    "TreeCollator-assistant_masks",
+    "PackingCollator-completion_mask", "a row of documents-assistant_masks", "TreeCollator-assistant_masks"
 )
 @pytest.mark.parametrize("mask", LEARNED)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_combines_labels_with_masks_alike(way: str, mask: str) -> None:
-    for labels, values, expected in MASKED.values():
+    for labels, values, expected in MASKED:
         rows = [{"input_ids": IDS, mask: values} | ({} if labels is None else {"labels": labels})] * 2
         if isinstance(expected, str):
             message = rf"document 0 has the label {expected}, where its {mask} is 0.*aren't\. Set such labels to -100"
@@ -197,11 +167,10 @@ def test_every_way_combines_labels_with_masks_alike(way: str, mask: str) -> None
 
 def test_masks_beside_each_other_and_in_rows() -> None:
     """A token is learned where every mask is 1. The documents of a row choose for themselves."""
-    for kind in (list, torch.tensor, lambda values: [bool(value) for value in values]):
-        row = {"input_ids": IDS, "completion_mask": kind([0, 1, 1, 1]), "assistant_masks": kind([1, 1, 0, 1])}
-        batch = collate(row)
-        assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
-        assert all(batch[name].tolist() == [[int(value) for value in row[name]]] for name in LEARNED)
+    row = {"input_ids": IDS, "completion_mask": [False, True, True, True], "assistant_masks": [1, 1, 0, 1]}
+    batch = collate(row)
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
+    assert all(batch[name].tolist() == [[int(value) for value in row[name]]] for name in LEARNED)
     two = {"input_ids": [*IDS, *IDS], "seq_lengths": [4, 4], "completion_mask": [0, 0, 1, 1, 0, 0, 1, 1]}
     chosen = collate(two | {"labels": [*IDS, -100, -100, -100, 8]})["labels"]
     assert chosen.tolist() == [[-100, -100, 7, 8, -100, -100, -100, 8]]
@@ -211,3 +180,49 @@ def test_masks_beside_each_other_and_in_rows() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             collate(features, **settings)
+
+
+DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+
+
+@pytest.fixture
+def fresh_process(monkeypatch):
+    """transformers is imported, no warning was given and no model is patched yet."""
+    pytest.importorskip("transformers.modeling_utils")
+    monkeypatch.setattr(notices, "said", {})
+    monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
+
+
+def warned(documents=DOCUMENTS, collator=PackingCollator()):  # noqa: B008
+    """The PackingWarnings of two calls."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        _ = collator(documents), collator(documents)
+    return [str(warning.message) for warning in found if warning.category is PackingWarning]
+
+
+@pytest.mark.parametrize(("collator", "words"), [
+    (PackingCollator(), "FlashAttention implementations, which read position_ids in training, do so, too."),
+    (PackingCollator(8, 0), "don't beside the mask of pad_to_multiple_of."),
+    (VisionPackingCollator(LLAVA), "Call tritonpack.patch(model) before the first batch."),
+    (TreeCollator(), "Other models ignore tree_ends"),
+])  # fmt: skip
+def test_warns_once_without_a_patched_model(collator, words, fresh_process, monkeypatch):
+    (message,) = warned(collator=collator)
+    assert f"{type(collator).__name__} laid 2 documents into one" in message
+    assert words in message
+    notices.said.clear()
+    assert not warned(DOCUMENTS[:1], collator)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    assert not warned(collator=collator)
+
+
+@pytest.mark.parametrize(("method", "count"), [("fork", 1), pytest.param("spawn", 0, marks=pytest.mark.slow)])
+def test_only_forked_workers_warn(method, count, fresh_process):
+    options = {"num_workers": 1, "collate_fn": warned, "multiprocessing_context": method}
+    assert sum(map(len, DataLoader(DOCUMENTS * 4, 2, **options))) == count
+    if method == "fork":
+        from tests.packing.test_training import tiny_llama
+
+        with tritonpack.patch(tiny_llama()):
+            assert not any(DataLoader(DOCUMENTS * 2, 2, **options))

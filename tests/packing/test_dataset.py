@@ -16,10 +16,6 @@ import datasets
 from tritonpack.packing import rows as module
 
 
-def refuse(*_, **__):
-    raise InterruptedError
-
-
 def table(given, folder=None):
     """Documents in memory, or in files on disk, as its cache then is."""
     made = datasets.Dataset.from_list(given)
@@ -35,12 +31,9 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(module, "_BATCH_TOKENS", 25)
 
 
-ALGORITHMS = ["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
-
-
 @pytest.mark.fast("best_fit-drop", "best_fit_decreasing-split")
 @pytest.mark.parametrize("overlong", ["error", "split", "truncate", "drop"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "best_fit", "next_fit"])
 def test_bins_and_rows_are_those_of_pack(tmp_path, small_batches, algorithm, overlong):
     """Of a table in each format in memory or on disk, and of a table whose order was changed."""
     given = random_documents(60, 64 if overlong == "error" else 90)
@@ -61,24 +54,23 @@ def test_bins_and_rows_are_those_of_pack(tmp_path, small_batches, algorithm, ove
         cut = documents_of({name: np.asarray(values).tolist() for name, values in row.items()} for row in rows)
         assert [[document for at, document in cut if at == row] for row in range(len(rows))] == expected
         assert rows.info.description == f"{packing!r}. {packing.report}."
-        for row, items in zip(rows, expected, strict=True):
-            actual, wanted = PackingCollator()([row]), PackingCollator()(items)
-            assert actual.keys() == wanted.keys()
-            assert all(np.array_equal(actual[name], wanted[name]) for name in wanted)
+        assert all(
+            str(PackingCollator()([row])) == str(PackingCollator()(items))
+            for row, items in zip(rows, expected, strict=True)
+        )
 
 
 def test_bin_dataset():
     rows, asked = documents(), []
-    bins = BinDataset(rows)
-    assert (bins[[4, 0]], bins[np.array([1])], bins[2], len(bins)) == ([rows[4], rows[0]], [rows[1]], rows[2], 14)
 
     class Counting(Subset):
         def __getitems__(self, indices):
             asked.append(indices)
             return super().__getitems__(indices)
 
-    assert BinDataset(Counting(rows, [4, 3, 2, 1, 0]))[[0, 2]] == [rows[4], rows[2]]
-    assert asked == [[0, 2]]
+    for bins in (BinDataset(rows), BinDataset(Counting(rows, range(14)))):
+        assert (bins[[4, 0]], bins[np.array([1])], bins[2], len(bins)) == ([rows[4], rows[0]], [rows[1]], rows[2], 14)
+    assert asked == [[4, 0], [1]]
 
 
 def test_columns_of_rows():
@@ -114,16 +106,15 @@ def test_what_was_finished_is_found(tmp_path, monkeypatch):
     """Rows that are complete, also after an interruption; other options make other rows."""
     source = table(documents(), tmp_path / "in")
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_rows", refuse)
-        with pytest.raises(InterruptedError):
+        patched.setattr(module, "_rows", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
             pack_dataset(source, 10)
     rows = pack_dataset(source, 10)
     assert [len(pack_dataset(source, 10, max_items=limit)) for limit in (None, 1)] == [len(rows), len(LENGTHS)]
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_rows", refuse)
-        assert list(pack_dataset(source, 10)) == list(rows)
-    assert {os.path.dirname(file["filename"]) for file in rows.cache_files} == {str(tmp_path / "in")}
     assert len(pack_dataset(source, 12)) < len(rows)
+    monkeypatch.setattr(module, "_rows", lambda *_, **__: 1 // 0)
+    assert list(pack_dataset(source, 10)) == list(rows)
+    assert {os.path.dirname(file["filename"]) for file in rows.cache_files} == {str(tmp_path / "in")}
     rows.select([2, 0]).save_to_disk(tmp_path / "rows")
     loaded = datasets.load_from_disk(str(tmp_path / "rows"))
     assert (list(loaded), loaded.info.description) == ([rows[2], rows[0]], rows.info.description)

@@ -1,4 +1,4 @@
-"""pack_stream: the bins of `pack`, over ranks and workers; exact resume anywhere; epochs."""
+"""pack_stream: the bins of windows, over ranks and workers; exact resume anywhere; epochs."""
 
 import json
 import pickle
@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.packing import naive
 from tests.packing.test_passes import Shuffled
 from tests.packing.tries import REPEATABLE
-from tritonpack import PackingCollator, PackingWarning, notices, pack, pack_stream
+from tritonpack import PackingCollator, PackingWarning, notices, pack_stream
+from tritonpack.packing import fit_lengths
 
 LENGTHS = np.random.default_rng(3).integers(1, 90, 300).tolist()
 DOCUMENTS = [{"input_ids": [number + 1] * length} for number, length in enumerate(LENGTHS)]
@@ -33,9 +35,9 @@ def numbers_of(bins):
     return [document["input_ids"][0] - 1 for document in chain.from_iterable(bins)]
 
 
-def streaming(shards=4):
+def streaming(documents=DOCUMENTS, shards=4):
     datasets = pytest.importorskip("datasets")
-    return datasets.Dataset.from_list(DOCUMENTS).to_iterable_dataset(num_shards=shards)
+    return datasets.Dataset.from_list(documents).to_iterable_dataset(num_shards=min(shards, len(documents)))
 
 
 class Counting:
@@ -77,14 +79,15 @@ def test_bins_are_those_of_pack(overlong, max_items):
             read += 1
             yield list(range(length))
 
-    packing = pack(lengths, 500, algorithm="windowed", overlong=overlong, max_items=max_items)
+    fitted = fit_lengths(lengths, 500, overlong)
+    bins = naive.windowed(fitted.lengths.tolist(), 500, max_items or 6000)
     stream, held = pack_stream(rows, 500, overlong=overlong, max_items=max_items), 0
     for number, packed in enumerate(stream):
-        assert packed == [list(range(start, stop)) for _, start, stop in packing.spans(number)]
+        assert packed == [list(range(fitted.lengths[item])) for item in bins[number]]
         held += len(packed)
         assert overlong != "truncate" or read <= held + 4 * 1024
-    assert (stream.num_bins, stream.num_tokens) == (packing.num_bins, packing.num_tokens)
-    assert (stream.efficiency, stream.report) == (packing.efficiency, packing.report)
+    assert (stream.num_bins, stream.num_tokens, stream.report) == (len(bins), fitted.lengths.sum(), fitted.report)
+    assert stream.efficiency == fitted.lengths.sum() / (500 * len(bins))
 
 
 def test_pieces_have_all_columns_and_whole_documents_are_not_copied():
@@ -101,7 +104,7 @@ def test_pieces_have_all_columns_and_whole_documents_are_not_copied():
     assert (list(empty), empty.efficiency, empty.report.tokens_lost) == ([], 1.0, 9)
 
 
-SOURCES = {"list": lambda rows: rows, "function": lambda rows: lambda: iter(rows), "own state": Counting}
+SOURCES = {"list": list, "function": lambda rows: lambda: iter(rows), "own state": Counting, "datasets": streaming}
 RANKS = st.sampled_from([{}, {"num_replicas": 5, "rank": 2}, {"num_replicas": 7, "shard": False}])
 
 
@@ -149,51 +152,36 @@ def test_ranks_share_bins(ranks, count, window):
     assert shares == [whole[rank::ranks] for rank in range(ranks)]
 
 
-# options before and after -> what the refusal says; or "", if the bins go on
+# options before and after -> what the refusal says
 SETTINGS = [
     ({}, {"capacity": 200}, "the tokens of a row was 100 and is 200"),
-    ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
-    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
-    ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
+    ({}, {"window": 8, "max_items": 2}, "max_items was 2147483647 and is 2; window was 16 and is 8"),
+    (
+        {"num_replicas": 2, "rank": 0},
+        {"num_replicas": 3, "shard": False},
+        "_replicas was 2 and is 3; rank was 0 and is",
+    ),
     ({"capacity": 80, "overlong": "drop"}, {"capacity": 80, "overlong": "split"}, "overlong was 'drop' and"),
     ({}, {"documents": [[1] * 5] * 300}, "the documents aren't those that the state was saved with"),
     ({}, {"documents": DOCUMENTS[:30]}, "the documents aren't those that the state was saved with"),
-    ({}, {"shard": False}, ""),
-    ({}, {"overlong": "split"}, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("before", "after", "message"), SETTINGS)
 def test_states_of_other_settings(before, after, message):
     source, again = make(**before), make(**{**before, **after})
     list(islice(source, 30))
-    state = json.loads(json.dumps(source.state_dict()))
-    if not message:
-        again.load_state_dict(state)
-        assert list(again) == list(make(**before))[30:]
-        assert again.report.policy == after.get("overlong", "error")
-        return
+    state, unchanged = source.state_dict(), again.state_dict()
     with pytest.raises(ValueError, match=message):
         _ = again.load_state_dict(state), next(iter(again))
+    for other in ({**state, "more": 1}, {**state, "version": 3}, None):
+        with pytest.raises(ValueError, match="this isn't a state of version 5 of PackedStream"):
+            source.load_state_dict(other)
+    assert source.state_dict() == state
+    assert message.startswith("the documents") or again.state_dict() == unchanged
 
 
-def test_damaged_states():
-    stream = make()
-    list(islice(stream, 30))
-    state = stream.state_dict()
-    wrong = [("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
-             ("carried", [[10**9, 1, 1]]), ("too_long", {}), ("waiting", {1}), ("digest", 3)]  # fmt: skip
-    damaged = [({**state, name: value}, "the state is damaged") for name, value in wrong]
-    lacking = {name: value for name, value in state.items() if name != "epoch"}
-    others = lacking, {**state, "more": 1}, {**state, "version": 3}, {}, None
-    damaged += [(one, "this isn't a state of version 5 of PackedStream") for one in others]
-    for each, message in damaged:
-        with pytest.raises(ValueError, match=message):
-            stream.load_state_dict(each)
-        assert stream.state_dict() == state
-
-
-def test_states_after_reading_failed_with_less_reading():
+def test_states_after_reading_failed_and_with_less_reading():
     documents, bins, counting = [*DOCUMENTS[:140], {"input_ids": [1] * 300}, *DOCUMENTS[140:]], [], Counting()
     source, again = make(documents), make(documents, overlong="drop")
     with pytest.raises(ValueError, match="document 140 has 300 tokens"):
@@ -209,44 +197,26 @@ def test_states_after_reading_failed_with_less_reading():
     assert counting.reads < 150
 
 
-def test_states_of_datasets_and_of_their_shuffle_buffers():
+def test_states_of_shuffle_buffers_of_datasets():
     """The state of a buffer is lost, so the documents must be read from the beginning."""
-    bins = list(make(streaming()))
-    for done in (0, 1, 40, len(bins)):
-        stream, again = make(streaming()), make(streaming())
-        list(islice(stream, done))
-        again.load_state_dict(stream.state_dict())
-        assert (list(again), list(again)) == (bins[done:], bins)
     shuffled = streaming().shuffle(seed=3, buffer_size=64)
-    stream, again = make(shuffled), make(shuffled)
-    list(islice(stream, 70))
-    again.load_state_dict(stream.state_dict())
+    for source in (lambda: iter(shuffled), shuffled):
+        stream, again, bins = make(source), make(source), list(make(source))
+        list(islice(stream, 70))
+        again.load_state_dict(stream.state_dict())
+        if source is not shuffled:
+            assert list(again) == bins[70:]
     with pytest.raises(ValueError, match=r"shuffle buffers.*pack_stream\(lambda: iter"):
         list(again)
-    stream, again = (make(lambda: iter(shuffled)) for _ in range(2))
-    bins = list(stream)
-    list(islice(stream, 70))
-    again.load_state_dict(stream.state_dict())
-    assert list(again) == bins[70:]
-
-
-def test_an_iterator_is_read_once():
-    stream, iterator = make(), make(iter(DOCUMENTS))
-    list(islice(stream, 5))
-    assert list(pickle.loads(pickle.dumps(stream))) == list(stream) == list(iterator)
-    with pytest.raises(ValueError, match=r"an iterator, which an earlier pass has read\. Pass something that can"):
-        list(iterator)
-    with pytest.raises(TypeError):
-        len(stream)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("documents", [Shuffled, lambda: lambda: Shuffled()])
 def test_epoch_reaches_documents_also_in_workers_that_stay(documents, workers):
     def epoch(number):
-        stream = make(Shuffled(), capacity=200)
-        stream.set_epoch(number)
-        return list(stream)
+        given = Shuffled()
+        given.set_epoch(number)
+        return list(make(given, capacity=200))  # it stays if nobody chooses one
 
     stream = make(documents(), capacity=200)
     loader = DataLoader(stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
@@ -256,15 +226,11 @@ def test_epoch_reaches_documents_also_in_workers_that_stay(documents, workers):
     if not workers:
         stream.set_epoch(3)
         assert (stream.state_dict()["epoch"], stream.state_dict()["num_bins"]) == (3, 0), "between passes"
-    given = Shuffled()
-    given.set_epoch(2)
-    assert list(make(given, capacity=200)) == epoch(2), "it stays if nobody chooses one"
 
 
 @pytest.mark.filterwarnings("error::tritonpack.PackingWarning")
-@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_the_first_worker_warns(options):
-    loader = DataLoader(make(Shuffled(), capacity=200), batch_size=None, **options)
+def test_the_first_worker_warns():
+    loader = DataLoader(make(Shuffled(), capacity=200), batch_size=None, num_workers=2)
     list(loader)
     with pytest.raises(PackingWarning, match="same-epoch: a sampler or a stream begins a second pass over epoch 0"):
         list(loader)
@@ -273,11 +239,10 @@ def test_the_first_worker_warns(options):
 def test_ranks_of_the_launcher_and_divided_datasets(monkeypatch):
     expected = list(make(num_replicas=3, rank=2))
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node
-    divided = split(streaming(3), rank=2, world_size=3)
+    divided = split(streaming(shards=3), rank=2, world_size=3)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
     assert list(make()) == expected
-    assert make(shard=False).rank is None
     assert len(numbers_of(make(divided, num_replicas=1))) == 100
     for options in ({}, {"shard": False}):
         with pytest.raises(ValueError, match=r"divided among ranks already.*or num_replicas=1"):
@@ -287,52 +252,43 @@ def test_ranks_of_the_launcher_and_divided_datasets(monkeypatch):
         assert len(list(stream)) == 8
 
 
-def test_accelerate_divides_bins_of_all_ranks_alone(monkeypatch):
+def test_accelerate_divides_bins_of_all_ranks_alone():
     """It would slice every tensor of a batch that it dispatches, also the boundaries of documents."""
-    data_loader = pytest.importorskip("accelerate.data_loader")
+    prepare_data_loader = pytest.importorskip("accelerate.data_loader").prepare_data_loader
 
-    def prepare(stream, ranks=2, rank=1, collate_fn=list, **options):
-        loader = DataLoader(stream, batch_size=1, collate_fn=collate_fn)
+    def prepare(stream, ranks=2, rank=1, **options):
+        loader = DataLoader(stream, batch_size=1, collate_fn=PackingCollator() if options else list)
         options = options or {"put_on_device": False}
-        return data_loader.prepare_data_loader(loader, num_processes=ranks, process_index=rank, **options)
+        return prepare_data_loader(loader, num_processes=ranks, process_index=rank, **options)
 
     shares = [list(prepare(make(num_replicas=5, shard=False), 5, rank)) for rank in range(5)]
     assert len({len(share) for share in shares}) == 1
     assert sorted(numbers_of(chain.from_iterable(chain.from_iterable(shares)))) == list(range(300))
-    with pytest.raises(ValueError, match=r"bins of rank 1 only.* among 2 processes again.*Pass shard=False"):
-        prepare(make(num_replicas=2, rank=1))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="Pass shard=False"):
-        prepare(make(num_replicas=1))
-    monkeypatch.delenv("WORLD_SIZE")
-    dispatched = {"device": torch.device("cpu"), "put_on_device": True, "collate_fn": PackingCollator()}
-    with pytest.raises(ValueError, match="Configure it with dispatch_batches=False"):
-        next(iter(prepare(make(), 1, 0, **dispatched)))
+    for options in ({"num_replicas": 2, "rank": 1}, {"num_replicas": 1}):
+        with pytest.raises(ValueError, match=r"or divide the bins of rank [01] again\. Pass it shard=False"):
+            next(iter(prepare(make(**options))))
+    with pytest.raises(ValueError, match=r"slice the batches.*DataLoaderConfiguration\(dispatch_batches=False\)"):
+        next(iter(prepare(make(), 1, 0, device=torch.device("cpu"), put_on_device=True)))
 
 
-@pytest.mark.fast("<lambda>0")
-@pytest.mark.parametrize("source", [lambda: DOCUMENTS, Divided, streaming, lambda: streaming(1)])
-def test_workers_share_the_documents(source):
-    assert sorted(numbers_of(DataLoader(make(source()), batch_size=None, num_workers=2))) == list(range(300))
-
-
-def test_workers_refuse_iterators_and_states_of_other_processes(monkeypatch):
+def test_refused_in_workers_and_for_iterators():
     stream, again = make(), make()
     list(DataLoader(stream, batch_size=None, num_workers=1))
     with pytest.raises(ValueError, match=r"workers of a DataLoader read this stream.*StatefulDataLoader"):
         stream.state_dict()
     list(islice(stream, 5))
+    assert list(pickle.loads(pickle.dumps(stream))) == list(stream)
     again.load_state_dict(stream.state_dict())
-    monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
-    with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
-        list(again)
-    with pytest.raises(ValueError, match="and 2 workers can't read one"):
-        list(make(iter(DOCUMENTS)))
+    with pytest.raises(ValueError, match=r"saved by worker None, and this is worker \[0, 2\]"):
+        list(DataLoader(again, batch_size=None, num_workers=2))
+    with pytest.raises(ValueError, match=r"that each pass reads, or a function that returns one.*list_iterator"):
+        make(iter(DOCUMENTS))
 
 
+@pytest.mark.fast("<lambda>0-0", "<lambda>0-2", "Divided-2")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", [lambda: DOCUMENTS, pytest.param(streaming, marks=pytest.mark.slow)])
-def test_stateful_dataloader(workers, source):
+@pytest.mark.parametrize("source", [lambda: DOCUMENTS, Divided, streaming, lambda: streaming(shards=1)])
+def test_workers_share_the_documents_and_resume(source, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     bins = list(stateful(make(source()), batch_size=None, num_workers=workers))
     assert sorted(numbers_of(bins)) == list(range(300))

@@ -7,34 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig
 
+from tests.parallel import models
 from tests.parallel.attention_cases import EXCHANGES, LAYOUTS
-from tests.parallel.models import (
-    BATCHES,
-    LENGTHS,
-    SHORT_DOCUMENTS,
-    SPECIFIC,
-    TOLERANCE,
-    Result,
-    alone,
-    close,
-    gradients_of,
-    in_float64,
-    loss_of,
-    make_model,
-    make_zoo_model,
-    mean_over,
-    mesh_of,
-    on_ranks,
-    one_target,
-    other_ignored,
-    packed,
-    same,
-)
+from tests.parallel.models import BATCHES, TOLERANCE, alone, close, loss_of, make_model, mesh_of, on_ranks, packed, same
 from tritonpack import SequenceParallel, UnsupportedModelError, patch
-from tritonpack.parallel.shard import layer_specs
-from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.parse_inputs import CACHES
 
 PAIR = ("group_cast", "ulysses")
@@ -57,21 +34,20 @@ def agrees(model="llama", *batches, compute=loss_of, make=None, zoo=False, prepa
     """Compare a model on ranks with the same model in one process.
 
     Args:
-        model: a family of SPECIFIC, or a type of the zoo.
+        model: a family of models.SPECIFIC, or a type of the zoo; `zoo` takes the zoo's model of a family, too.
         batches: batches, or names of BATCHES; by default "packed".
         compute: (model, **batch) -> loss.
         make: makes the model in another way.
-        zoo: whether to take the zoo's model of a family, too.
         prepare: changes the model on ranks.
         options: of the context; a pair of exchanges is for a mesh of two dimensions. And the `tolerance`.
     """
     tolerance = options.pop("tolerance", TOLERANCE)
-    exact = not zoo and (make is not None or model in SPECIFIC)
-    make = make or partial(make_model if exact else make_zoo_model, model)
+    exact = not zoo and (make is not None or model in models.SPECIFIC)
+    make = make or partial(make_model if exact else models.make_zoo_model, model)
     given = [BATCHES[one]() if isinstance(one, str) else one for one in batches or ("packed",)]
     if not isinstance(options.get("exchange", ""), str):
         options.setdefault("group", mesh_of(2, 2))
-    with nullcontext() if exact else in_float64():
+    with nullcontext() if exact else models.in_float64():
         wanted = alone(make(), compute, *given)
         shared = make()
         prepare(shared)
@@ -80,7 +56,7 @@ def agrees(model="llama", *batches, compute=loss_of, make=None, zoo=False, prepa
 
 def in_layers(name, batch="several", **more):
     """`agrees` for a model whose layers mix along the row."""
-    given = (SHORT_DOCUMENTS.get(batch) or BATCHES[batch])()
+    given = (models.SHORT_DOCUMENTS.get(batch) or BATCHES[batch])()
     agrees(name, {**given, "use_cache": False}, **more)
 
 
@@ -141,13 +117,13 @@ def peft_model():
     return get_peft_model(make_model(), weights)
 
 
-def loss_by_total(grad_reduce="mean", shape=None, exchange="auto"):
+def loss_by_total(shape=None, exchange="auto"):
     """Each rank computes the terms of its own tokens, and `total` sums them."""
     model, batch = make_model(), packed()
     labels = batch.pop("labels")
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     group = mesh_of(*shape) if shape else None
-    with SequenceParallel(model, group, exchange=exchange, layout="stripe", grad_reduce=grad_reduce) as context:
+    with SequenceParallel(model, group, exchange=exchange, layout="stripe") as context:
         logits = model(**batch).logits
         assert logits.shape[1] < 1.5 * labels.shape[1] / dist.get_world_size()
         mine = context.shard(targets, fill=-100)
@@ -155,7 +131,7 @@ def loss_by_total(grad_reduce="mean", shape=None, exchange="auto"):
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
         close(context.gather(mine), targets, "gathered")
-    result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
+    result = models.Result(loss.detach()[None], models.mean_over(None, models.gradients_of(model)))
     same(result, alone(make_model(), loss_of, packed()))
 
 
@@ -167,14 +143,11 @@ def outputs(batch, **options):
     with SequenceParallel(model, gather_outputs=True, **options):
         got = model(**given, output_hidden_states=True)
         loss, logits = model(**given, return_dict=False)[:2]
-        as_configured = model(**given, return_dict=None)
     assert got.keys() == wanted.keys() - {*CACHES}
-    states = zip(got.hidden_states, wanted.hidden_states, strict=True)
-    for ours in (got.logits, logits, as_configured.logits):
-        close(ours, wanted.logits, "logits")
     close(loss, wanted.loss, "loss in a tuple")
-    for ours, theirs in states:
-        close(ours, theirs, "hidden states")
+    states = zip(got.hidden_states, wanted.hidden_states, strict=True)
+    for ours, theirs in ((got.logits, wanted.logits), (logits, wanted.logits), *states):
+        close(ours, theirs, "logits and hidden states")
     with SequenceParallel(model, **options) as context:
         mine = model(**given).logits
         close(mine, context.shard(wanted.logits), "own logits")
@@ -188,7 +161,7 @@ def documents_stay_apart(exchange, layout):
     model = make_model().eval()
     with SequenceParallel(model, exchange=exchange, layout=layout, gather_outputs=True), torch.no_grad():
         before = model(**batch).logits
-        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        ends = torch.tensor(models.LENGTHS).cumsum(0).tolist()
         for begin, end in zip([0, *ends], ends, strict=False):
             changed = batch["input_ids"].clone()
             changed[0, begin:end] = 3 + (changed[0, begin:end] + 1) % 50
@@ -198,28 +171,15 @@ def documents_stay_apart(exchange, layout):
             assert not moved[end:].any()
 
 
-def specs_of_layers():
-    """The masks that layouts count: windows and chunks, of each layer."""
-    window = MaskSpec.of((4, 0))
-    assert layer_specs(make_model("llama")) == (CAUSAL, CAUSAL)
-    assert layer_specs(make_model("mistral")) == (window, window)
-    assert layer_specs(make_model("gemma2")) == (window, CAUSAL)
-    module = torch.nn.Module()
-    module.config = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
-    chunks = MaskSpec.of((-1, 0), 8)
-    assert layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
-
-
 def in_groups_of_two(shape, exchange):
-    """Groups of two ranks, or of a part of a mesh, whose process group is made when it is first used, share a batch."""
-    mesh = mesh_of(*(shape or (dist.get_world_size() // 2, 1, 2)))
-    group = mesh["within"] if exchange == "ring" else mesh["across", "within"]
+    """Pairs of ranks along a dimension of a mesh share batches. The mesh's process group is made once."""
+    mesh = mesh_of(*shape)
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
     model, wanted = make_model(), alone(make_model(), loss_of, *batches)
     trained, groups = DistributedDataParallel(model), set()
     for _ in range(2):
         trained.zero_grad()
-        with SequenceParallel(trained, group, exchange=exchange) as context:
+        with SequenceParallel(trained, mesh["across", "within"], exchange=exchange) as context:
             loss = loss_of(trained, **batches[mesh.get_local_rank("dp")])
             loss.backward()
         groups.add(context.ranks.group)
@@ -231,22 +191,22 @@ def in_groups_of_two(shape, exchange):
 
 def refuses_a_long_document():
     """Every rank raises, and the context goes on."""
-    model, size = make_zoo_model("mamba2"), dist.get_world_size()
+    model, size = models.make_zoo_model("mamba2"), dist.get_world_size()
     message = rf"a document has 40 of the batch's 45 tokens, .* on one of the {size} ranks\. .* share it among fewer"
     with SequenceParallel(model):
         with pytest.raises(ValueError, match=message):
             model(**packed((2, 40, 3)))
-        assert model(**SHORT_DOCUMENTS["several"]()).loss.isfinite()
+        assert model(**models.SHORT_DOCUMENTS["several"]()).loss.isfinite()
 
 
 def refuses_another_router_loss():
     from transformers.models.mixtral import modeling_mixtral
 
-    model = make_zoo_model("mixtral")
+    model = models.make_zoo_model("mixtral")
     model.num_experts_per_tok = None
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match="Pass output_router_logits=False"):
         model(**packed(), output_router_logits=True)
-    own, model = modeling_mixtral.load_balancing_loss_func, make_zoo_model("mixtral")
+    own, model = modeling_mixtral.load_balancing_loss_func, models.make_zoo_model("mixtral")
     modeling_mixtral.load_balancing_loss_func = lambda *given: 2 * own(*given)
     try:
         message = "MixtralForCausalLM computes another load-balancing loss"
@@ -267,30 +227,24 @@ for exchange in (*EXCHANGES, *((keys, "ulysses") for keys in KEYS)):
     if isinstance(exchange, str):
         CASES[f"documents stay apart, {name}"] = partial(documents_stay_apart, exchange, "zigzag")
 CASES |= {
-    "summed gradients": partial(agrees, grad_reduce="sum"),
     "accumulated gradients": lambda: agrees("llama", *accumulated()),
-    "other ignore_index": lambda: agrees("llama", other_ignored("two_rows")),
-    "other ignore_index, padded layout": lambda: agrees("llama", other_ignored("three_tokens")),
-    "targets on one rank": lambda: agrees("llama", one_target()),
+    "other ignore_index": lambda: agrees("llama", models.other_ignored("two_rows")),
+    "other ignore_index, padded layout": lambda: agrees("llama", models.other_ignored("three_tokens")),
+    "targets on one rank": lambda: agrees("llama", models.one_target()),
     "checkpointed": partial(agrees, prepare=checkpoints),
     "checkpointed, reentrant": partial(agrees, prepare=partial(checkpoints, reentrant=True)),
     "checkpointed, ulysses": partial(agrees, prepare=checkpoints, exchange="ulysses"),
-    "own loss, averaged": partial(agrees, compute=preference, gather_outputs=True),
-    "own loss, summed": partial(agrees, "llama", "two_rows", compute=preference, gather_outputs=True,
-                                grad_reduce="sum", exchange="ring", layout="stripe"),
-    "loss by total, averaged": loss_by_total,
-    "loss by total, summed": partial(loss_by_total, "sum"),
+    "own loss": partial(agrees, compute=preference, gather_outputs=True),
+    "loss by total": loss_by_total,
     "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
                           layout="zigzag"),
     "base model under a head": partial(agrees, compute=hidden_states, gather_outputs=True, layout="zigzag"),
     "PEFT model": partial(agrees, make=peft_model),
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
-    "specs of layers": specs_of_layers,
-    "in groups of two": partial(in_groups_of_two, None, "ring"),
     "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
-    "mesh, summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
-    "mesh, loss by total": partial(loss_by_total, "mean", (2, 2), PAIR),
+    "mesh, pair in a list": partial(agrees, exchange=list(PAIR)),
+    "mesh, loss by total": partial(loss_by_total, (2, 2), PAIR),
     "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
     "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
 }  # fmt: skip
@@ -305,15 +259,11 @@ for name in ("qwen3_next", "mamba2", "minimax"):
         CASES[f"recurrent, {name}, {exchange} {layout}"] = partial(in_layers, name, exchange=exchange, layout=layout)
 for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv"):
     CASES[f"recurrent, {name}, checkpoints"] = partial(in_layers, name, prepare=checkpoints)
-    CASES[f"recurrent, {name}, summed gradients"] = partial(in_layers, name, grad_reduce="sum")
 CASES |= {f"mesh, {name}": partial(in_layers, name, exchange=PAIR) for name in ("qwen3_next", "mamba2")}
 CASES["recurrent, a long document"] = refuses_a_long_document
 CASES |= {f"experts, {name}": partial(with_routers, name) for name in EXPERTS}
 CASES |= {
-    f"experts, mixtral, {one}": partial(with_routers, "mixtral", one) for one in ("two_rows", "padded", "three_tokens")
-}
-CASES |= {
-    "experts, mixtral, summed": partial(with_routers, "mixtral", grad_reduce="sum"),
+    **{f"experts, mixtral, {one}": partial(with_routers, "mixtral", one) for one in BATCHES if one != "embeddings"},
     "experts, without labels": partial(agrees, "mixtral", "padded", compute=router_loss_alone, gather_outputs=True),
     "experts, another loss": refuses_another_router_loss,
 }
@@ -325,7 +275,7 @@ ALSO_ON_FOUR = [
     *("ring, two_rows", "ring, three_tokens", "ulysses, padded", "ulysses, three_tokens"),
     *("ring, mistral", "all_gather, gemma2", "ulysses, gpt_oss"),
     *("accumulated gradients", "checkpointed", "targets on one rank"),
-    *("own loss, averaged", "own loss, summed", "loss by total, averaged"),
-    *("outputs of two rows", "documents stay apart, ring", "in groups of two"),
+    *("own loss", "loss by total"),
+    *("outputs of two rows", "documents stay apart, ring"),
 ]
 ON_THREE = [name for name in CASES if any(what in name for what in ("long", "few tokens", "checkpoints", ", ring "))]

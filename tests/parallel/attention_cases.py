@@ -95,65 +95,45 @@ def low_precision(exchange, dtype, backend="auto"):
     """Errors against float64 obey the tolerance rule for one process."""
     inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
     inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    layout, group = make_layout("zigzag", inputs.mask, size), None if isinstance(exchange, str) else mesh_of(2, 2)
+    layout, group = make_layout("zigzag", inputs.mask, dist.get_world_size()), None
+    if not isinstance(exchange, str):
+        group = mesh_of(2, 2)
     call = partial(attend, mask=inputs.mask, layout=layout, group=group, exchange=exchange, backend=backend)
-    mine = [layout.shard(x, rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-    outputs = differentiate(call, *mine, inputs.sinks)
-    whole = {}
-    for name, output in zip([name for name in OUTPUTS if name != "lse"], outputs, strict=True):
-        if name == "dsinks":
-            dist.all_reduce(output)
-            whole[name] = output
-        else:
-            whole[name] = layout.unshard(AllGatherWithGrad.apply(output, None, 0))
-        assert output.dtype == (dtype if name in ("out", "dq", "dk", "dv") else torch.float32)
-    check_outputs(inputs, whole)
+    mine = [layout.shard(x, dist.get_rank()) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    *outputs, dsinks = differentiate(call, *mine, inputs.sinks)
+    dist.all_reduce(dsinks)
+    names = [name for name in OUTPUTS if name != "lse"]
+    assert {x.dtype for x in outputs} == {dtype}
+    whole = [layout.unshard(AllGatherWithGrad.apply(output, None, 0)) for output in outputs]
+    check_outputs(inputs, dict(zip(names, (*whole, dsinks), strict=True)))
 
 
-def options_are_refused(exchange):
+def refuses():
+    """An option, a tensor or a layout that doesn't fit; and pairs of exchanges without a mesh."""
     size, batch = dist.get_world_size(), Batch()
     layout = make_layout("documents", batch.mask, size)
     q, k, v = (layout.shard(x, dist.get_rank()) for x in tensors(batch)[:3])
-    good = {"q": q, "k": k, "v": v, "mask": batch.mask, "layout": layout, "exchange": exchange}
+    good = {"q": q, "k": k, "v": v, "mask": batch.mask, "layout": layout}
     one_head = {"q": q[:, :1], "k": k[:, :1], "v": v[:, :1]}
+    mask = trees()
+    zigzag = make_layout("zigzag", mask, size)
+    of_trees = dict(zip("qkv", torch.zeros(3, zigzag.lengths[dist.get_rank()], 4, 8), strict=True))
     for message, wrong in (
         ("dropout_p must be 0.0 in sequence parallelism; got 0.1", {"dropout_p": 0.1}),
         ("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}),
-        ("stands for exchange='ring' with layout='stripe'", {"exchange": "batch_stripe"}),
-        (
-            f"layout is for {size + 1} ranks, and the group has {size}",
-            {"layout": make_layout("stripe", batch.mask, size + 1)},
-        ),
+        ("needs one exchange; got .* for one dimension", {"exchange": ("ring", "ulysses")}),
+        (f"for {size + 1} ranks, and the group has {size}", {"layout": make_layout("stripe", batch.mask, size + 1)}),
         ("layout must be a Layout.*got str", {"layout": "zigzag"}),
         ("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", {"mask": None}),
         ("51 rows as queries and keys; got 50", {"mask": BlockDiagonalMask.from_seqlens([50])}),
         (r"owns [12]\d of the layout's", {"q": torch.cat([q, q])}),
         ("same numbers of tokens and heads", {"v": v[1:]}),
         ("softcap must be", {"softcap": -1.0}),
-        ("is for a mesh of two dimensions, and the group has one", {"exchange": ("ring", "ulysses")}),
-        *(
-            (f"gives every rank a query head, and there are 1 for {size}", one_head)
-            for _ in range(exchange == "ulysses")
-        ),
+        (f"gives every rank a query head, and there are 1 for {size}", {"exchange": "ulysses", **one_head}),
+        ("mask of trees use the layout", {**of_trees, "mask": mask, "layout": zigzag, "exchange": "group_cast"}),
     ):
         with pytest.raises(ValueError, match=message):
             attend(**good | wrong)
-    if exchange == "group_cast":
-        mask = trees()
-        zigzag = make_layout("zigzag", mask, size)
-        with pytest.raises(ValueError, match="For a mask of trees use the layout"):
-            attend(*torch.zeros(3, zigzag.lengths[dist.get_rank()], 4, 8), mask, zigzag, exchange=exchange)
-
-
-def refuses_pairs():
-    for message, exchange in (
-        ("gives every rank a query head, and there are 1 for 2 ranks", ("group_cast", "ulysses")),
-        ("needs an exchange for each, such as exchange=.*; got 'ring'", "ring"),
-    ):
-        batch = Batch(heads=1, kv_heads=1)
-        with pytest.raises(ValueError, match=message):
-            on_ranks(batch, exchange, make_layout("stripe", batch.mask, 4), mesh_of(2, 2))
 
 
 def repeats_itself(exchange):
@@ -196,10 +176,9 @@ for exchange in (*EXCHANGES, "auto", *((keys, "ulysses") for keys in KEYS)):
         CASES |= {f"{name}, {one}": partial(agrees, make, exchange, "zigzag") for one, make in TREES.items()}
     if simple:
         CASES[f"{name}, float32"] = partial(low_precision, exchange, torch.float32)
-        CASES[f"{name}, refusals"] = partial(options_are_refused, exchange)
         CASES[f"{name}, same bits"] = partial(repeats_itself, exchange)
     else:
         CASES[f"{name}, ulysses first"] = partial(agrees, BATCHES["all at once"], exchange[::-1], "documents")
         CASES[f"{name}, divided"] = partial(agrees, Batch, exchange, "documents", 2)
 CASES["mesh, auto, trees"] = partial(agrees, TREES["trees"], ("auto", "ulysses"), "stripe")
-CASES["mesh, refusals"] = refuses_pairs
+CASES["refusals"] = refuses

@@ -1,18 +1,14 @@
 """SequenceParallel with DDP, FSDP2 and HSDP: ranks train the same model as one process, or are refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,28 +26,28 @@ from tests.parallel.models import (
 from tritonpack import SequenceParallel, patch
 
 
-def make_mesh(*names: str) -> DeviceMesh:
+def make_mesh(*names):
     """A mesh in which pairs of ranks share batches; without "dp", all ranks share them."""
     size = dist.get_world_size()
     sizes = {"dp": size // 2, "sp": 2 if "dp" in names else size, "one": 1}
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
-def flattened(mesh: DeviceMesh) -> DeviceMesh:
+def flattened(mesh):
     return mesh._flatten("_".join(mesh.mesh_dim_names))
 
 
-def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def data_parallel(model, mesh):
     return DistributedDataParallel(model, process_group=flattened(mesh).get_group())
 
 
-def fully_sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def fully_sharded(model, mesh, **options):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-def over_all(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def over_all(model, mesh, **options):
     return fully_sharded(model, flattened(mesh), **options)
 
 
@@ -69,109 +65,99 @@ class Training:
         model: a family, or a type of the zoo, some of whose layers compute in float32.
     """
 
-    wrap: Callable[..., nn.Module]
-    names: tuple[str, ...] = ("dp", "sp")
+    wrap: object
+    names: tuple = ("dp", "sp")
     accumulate: int = 1
     checkpointing: bool = False
     inner: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
     model: str = "llama"
 
-    def make(self) -> Any:
+    def make(self):
         return make_model(self.model) if self.model in SPECIFIC else make_zoo_model(self.model)
-
-    def batch(self, step: int, part: int, replica: int) -> dict[str, Any]:
-        return make_batch(100 * step + 10 * part + replica)
 
 
 STEPS, LEARNING_RATE, CLIP = 3, 0.5, 0.5  # gradients' norms are about 1
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model):
     """SGD, because Adam would hide the scale of gradients."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
-def alone(training: Training, replicas: int, replica: int):
-    """In one process: this replica's losses, the norms, the gradients of the first step, the trained parameters."""
-    model = training.make()
-    patch(model)
-    optimizer = optimizer_of(model)
-    losses, norms, gradients = [], [], {}
+def train(training, model, compute):
+    """Three steps: `compute` runs the batches of a part of a step. The gradients of the first, and the norms of all."""
+    optimizer, norms, gradients = optimizer_of(model), [], {}
     for step in range(STEPS):
         for part in range(training.accumulate):
-            for one in range(replicas):
-                loss = model(**training.batch(step, part, one)).loss / training.accumulate
-                (loss / replicas).backward()
-                if one == replica:
-                    losses.append(loss.detach())
+            compute(100 * step + 10 * part, part == training.accumulate - 1)
         gradients = gradients or gradients_of(model)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    return iter(losses), norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+    return gradients, norms
 
 
-def trains_as_one(training: Training) -> None:
+def trains_as_one(training):
     mesh, tolerance = make_mesh(*training.names), TOLERANCE if training.model in SPECIFIC else SINGLE
     replicas, replica = (mesh["dp"].size(), mesh.get_local_rank("dp")) if "dp" in training.names else (1, 0)
-    losses, norms, gradients, trained = alone(training, replicas, replica)
-    model = training.make()
+    reference, model, losses = training.make(), training.make(), {}
+    patch(reference)
+
+    def alone(number, _):
+        for one in range(replicas):
+            loss = reference(**make_batch(number + one)).loss / training.accumulate
+            (loss / replicas).backward()
+            losses[number, one] = loss.detach()
+
+    def shared(number, last):
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_requires_gradient_sync(last)
+        with wrapped.no_sync() if not last and hasattr(wrapped, "no_sync") else nullcontext():
+            batch = make_batch(number + replica)
+            output = wrapped(**batch)
+            loss = output.loss / training.accumulate
+            loss.backward()
+        assert output.logits.shape[1] < batch["input_ids"].shape[1], "the batch wasn't sharded"
+        close(loss.detach(), losses[number, replica], f"loss of batch {number}", tolerance)
+
+    gradients, norms = train(training, reference, alone)
     if training.checkpointing:
         model.train().gradient_checkpointing_enable()
     wrapped = training.wrap(model, mesh)
-    optimizer = optimizer_of(wrapped)
     with SequenceParallel(model if training.inner else wrapped, mesh["sp"], **training.options):
-        for step in range(STEPS):
-            for part in range(training.accumulate):
-                last = part == training.accumulate - 1
-                if isinstance(wrapped, FSDPModule):
-                    wrapped.set_requires_gradient_sync(last)
-                with wrapped.no_sync() if not last and hasattr(wrapped, "no_sync") else nullcontext():
-                    batch = training.batch(step, part, replica)
-                    output = wrapped(**batch)
-                    loss = output.loss / training.accumulate
-                    loss.backward()
-                assert output.logits.shape[1] < batch["input_ids"].shape[1], "the batch wasn't sharded"
-                close(loss.detach(), next(losses), f"loss of step {step}", tolerance)
-            if step == 0:
-                for name, gradient in gradients_of(wrapped).items():
-                    close(gradient, gradients.pop(name), f"gradient of {name}", 10 * tolerance)
-                assert not gradients
-            norm = nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
-            close(whole(norm), norms[step], f"norm of step {step}", tolerance)
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, p in model.named_parameters():
-        close(whole(p.detach()), trained[name], name, tolerance)
+        found, found_norms = train(training, wrapped, shared)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        close(found[name], gradient, f"gradient of {name}", 10 * tolerance)
+    close(torch.stack(found_norms), torch.stack(norms), "norms", tolerance)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(whole(p.detach()), q.detach(), name, tolerance)
 
 
-def over_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def over_replicas(model, mesh):
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
-def one_layer_over_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def one_layer_over_replicas(model, mesh):
     fully_shard(model.model.layers[1], mesh=mesh["dp"])
     return fully_shard(model, mesh=flattened(mesh))
 
 
-def refused_on_entry(wrap: Callable[..., nn.Module], names: tuple[str, ...] = ("dp", "sp")) -> None:
+def refused_on_entry(wrap, names=("dp", "sp")):
     mesh = make_mesh(*names)
-    wrapped, message = wrap(make_model(), mesh), r"reduces gradients over the ranks \[.*\], but a batch is shared by"
+    message = r"reduces gradients over the ranks \[.*\], but a batch is shared by"
     with pytest.raises(ValueError, match=message):
-        SequenceParallel(wrapped, mesh["sp"]).__enter__()
+        SequenceParallel(wrap(make_model(), mesh), mesh["sp"]).__enter__()
 
 
-def parameters_come_apart(wrap: Callable[..., nn.Module]) -> None:
+def parameters_come_apart(wrap):
     """Only the inner model is passed to the context, so the second step raises, on every rank."""
-    mesh = make_mesh("dp", "sp")
-    model = make_model()
-    wrapped = wrap(model, mesh)
-    optimizer = optimizer_of(model)
-    batch = make_batch(mesh.get_local_rank("dp"))
+    mesh, model = make_mesh("dp", "sp"), make_model()
+    wrapped, batch = wrap(model, mesh), make_batch(mesh.get_local_rank("dp"))
     with SequenceParallel(model, mesh["sp"]):
         wrapped(**batch).loss.backward()
-        optimizer.step()
+        optimizer_of(model).step()
         with pytest.raises(ValueError, match="parameters differ between the ranks"):
             wrapped(**batch)
 
@@ -189,7 +175,6 @@ TRAININGS = {
 }
 CASES = {name: partial(trains_as_one, training) for name, training in TRAININGS.items()} | {
     "DDP over replicas": partial(refused_on_entry, over_replicas),
-    "FSDP over replicas": partial(refused_on_entry, lambda model, mesh: fully_sharded(model, mesh["dp"])),
     "FSDP over replicas in one layer": partial(refused_on_entry, one_layer_over_replicas),
     "HSDP over replicas": partial(
         refused_on_entry, lambda model, mesh: fully_sharded(model, mesh["dp", "one"]), ("dp", "one", "sp")

@@ -1,36 +1,24 @@
 """A patched model with DeepSpeed: under ZeRO with SequenceParallel, and refused under DeepSpeed's own Ulysses."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tritonpack
 from tests.parallel.composition_cases import LEARNING_RATE, optimizer_of
-from tests.parallel.models import SINGLE, close, make_batch, make_float32_model
+from tests.parallel.models import SINGLE, alone, close, loss_of, make_batch, make_float32_model
 from tritonpack import SequenceParallel, patch
 
 REFUSAL = r"(?s)DeepSpeed's Ulysses .*tritonpack\.SequenceParallel\(model, group, exchange='ulysses'"
 
 
-def config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
-
-
 @contextmanager
-def launched() -> Iterator[None]:
+def launched():
     """The environment of DeepSpeed's launcher. What the libraries keep in their modules is restored afterwards."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     variables = {
@@ -52,57 +40,39 @@ def launched() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def expected() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one process, and its weights after a step."""
-    model = make_float32_model()
-    patch(model)
-    loss = model(**make_batch(0)).loss
-    loss.backward()
-    return loss.detach(), {n: p.detach() - LEARNING_RATE * p.grad for n, p in model.named_parameters()}
-
-
-def require_trained(model: torch.nn.Module, loss: torch.Tensor) -> None:
-    wanted, weights = expected()
-    close(loss.detach(), wanted, "loss", SINGLE)
-    for name, p in model.named_parameters():
-        close(p.detach(), weights[name], name, SINGLE)
-
-
-def zero(stage: int) -> None:
-    """The path that is documented in place of Ulysses."""
+def trains(stage, through_accelerate=False):
+    """The path that is documented in place of Ulysses: loss and weights of one process after a step."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    model, wanted = make_float32_model(), alone(make_float32_model(), loss_of, make_batch(0))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with launched():
         import deepspeed
-
-        model = make_float32_model()
-        engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config(stage))[0]
-        with SequenceParallel(engine, exchange="ulysses", layout="contiguous"):
-            output = engine(**make_batch(0))
-            engine.backward(output.loss)
-        assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-        engine.step()
-        whole = deepspeed.zero.GatheredParameters(list(model.parameters())) if stage == 3 else nullcontext()
-        with whole:
-            require_trained(model, output.loss)
-
-
-def accelerated() -> None:
-    """accelerate with DeepSpeed and without its sequence parallelism."""
-    with launched():
-        from accelerate import Accelerator, DistributedType
+        from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin
 
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
-        assert accelerator.distributed_type == DistributedType.DEEPSPEED
-        model = make_float32_model()
-        engine, optimizer = accelerator.prepare(model, optimizer_of(model))
-        with SequenceParallel(engine):
-            loss = engine(**make_batch(0)).loss
-            accelerator.backward(loss)
-        optimizer.step()
-        require_trained(model, loss)
+        if through_accelerate:
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            engine, optimizer = accelerator.prepare(model, optimizer_of(model))
+            backward, step = accelerator.backward, optimizer.step
+        else:
+            engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+            backward, step = engine.backward, engine.step
+        with SequenceParallel(engine, exchange="ulysses", layout="contiguous"):
+            output = engine(**make_batch(0))
+            backward(output.loss)
+        assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
+        step()
+        close(output.loss.detach(), wanted.loss[0], "loss", SINGLE)
+        whole = deepspeed.zero.GatheredParameters(list(model.parameters())) if stage == 3 else nullcontext()
+        with whole:
+            for name, p in model.named_parameters():
+                close(p.detach(), before[name] - LEARNING_RATE * wanted.gradients[name], name, SINGLE)
 
 
-def register_ulysses(model: Any, name: str) -> None:
+def register_ulysses(model, name):
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     UlyssesSPAttentionHF.register_with_transformers(
@@ -110,7 +80,7 @@ def register_ulysses(model: Any, name: str) -> None:
     )
 
 
-def ulysses(name: str, patched_first: bool = False) -> None:
+def ulysses(name, patched_first=False):
     """Under another name than the model's, each rank would attend to its own tokens alone."""
     model, other, first = make_float32_model(), make_float32_model(), 22 * dist.get_rank()
     # Half of 44 tokens, as DeepSpeed's loader gives it.
@@ -129,8 +99,8 @@ def ulysses(name: str, patched_first: bool = False) -> None:
 
 
 CASES = {
-    **{f"ZeRO-{stage}": partial(zero, stage) for stage in range(4)},
-    "accelerate": accelerated,
+    **{f"ZeRO-{stage}": partial(trains, stage) for stage in range(4)},
+    "accelerate": partial(trains, 2, through_accelerate=True),
     "Ulysses after the patch": partial(ulysses, "tritonpack", patched_first=True),
     "Ulysses before the patch": partial(ulysses, "sdpa"),
     "Ulysses for another name": partial(ulysses, "flex_attention"),

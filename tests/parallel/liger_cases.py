@@ -1,73 +1,46 @@
 """Liger-Kernel's fused loss with SequenceParallel, in Triton's interpreter: loss and gradients of one process."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import tritonpack
 from tests.parallel.agreement_cases import agrees
-from tests.parallel.models import (
-    SINGLE,
-    Result,
-    alone,
-    close,
-    gradients_of,
-    loss_of,
-    make_batch,
-    make_float32_model,
-    packed,
-    same,
-    three_tokens,
-    two_rows,
-)
+from tests.parallel.models import SINGLE, close, make_batch, make_float32_model, packed, three_tokens, two_rows
 from tritonpack import SequenceParallel, patch
 
 FUSED_ALONE = {"rope": False, "fused_linear_cross_entropy": True, "rms_norm": False, "swiglu": False}
 
 
-def apply(model: nn.Module | None = None) -> None:
+def apply(model=None):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model, **FUSED_ALONE)
 
 
-def make_fused() -> nn.Module:
-    model = make_float32_model()
-    apply(model)
-    return model
-
-
-def fused(*batches: dict[str, Any], prepare: Callable[[Any], Any] = apply, **options: Any) -> None:
+def fused(*batches, prepare=apply, **options):
     """Compare with one process and transformers' loss."""
 
-    def compute(model: Any, **batch: Any) -> torch.Tensor:
+    def compute(model, **batch):
         output = model(**batch)
         assert (output.logits is None) == getattr(model, "fused", False)
         return output.loss
 
-    def prepared(model: Any) -> None:
+    def prepared(model):
         prepare(model)
         model.fused = True
 
     agrees("", *batches, compute=compute, make=make_float32_model, prepare=prepared, tolerance=SINGLE, **options)
 
 
-def patched_first(model: Any) -> None:
+def patched_first(model):
     patch(model)
     apply(model)
 
 
-def in_the_class() -> None:
+def in_the_class():
     """Liger replaces the forward of the class, as if applied before models are built."""
     import transformers.models.llama.modeling_llama as home
 
@@ -78,29 +51,14 @@ def in_the_class() -> None:
         home.LlamaForCausalLM.forward = own
 
 
-def first_targets() -> dict[str, torch.Tensor]:
+def first_targets():
     """Targets in the first tokens alone, so that the last rank of a contiguous layout has none."""
     batch = packed()
     batch["labels"][:, 8:] = -100
     return batch
 
 
-def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    wanted, model = alone(make_float32_model(), loss_of, make_batch(0)), make_fused()
-    trained = wrap(model)
-    with SequenceParallel(trained):
-        loss = trained(**make_batch(0)).loss
-        loss.backward()
-    same(Result(loss.detach()[None], gradients_of(model)), wanted, SINGLE)
-
-
-def sharded(model: Any) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def applied_inside() -> None:
+def applied_inside():
     """It takes the place of the forward that shards batches, and would compare one rank's rows with all labels."""
     model = make_float32_model()
     message = r"forward of LlamaForCausalLM was replaced inside of SequenceParallel.*before the context is entered"
@@ -110,21 +68,16 @@ def applied_inside() -> None:
             model(**make_batch(0))
 
 
-def applied_by_trainer() -> None:
+def applied_by_trainer():
     """Trainer puts Liger's forward into the model when training begins, inside of the context."""
-    from transformers import Trainer
+    from tests.parallel.trainer_cases import launched, plain
 
-    from tests.parallel.trainer_cases import arguments, launched
-
-    class SharedBatchesTrainer(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader([make_batch(number) for number in range(3)], batch_size=None)
-
-    weights, options = [], {"liger_kernel_config": FUSED_ALONE, "optim": "sgd", "learning_rate": 0.5}
+    weights = []
     for liger in (False, True):
         model = make_float32_model()
+        options = {"use_liger_kernel": liger, "liger_kernel_config": FUSED_ALONE, "learning_rate": 0.5}
         with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-            SharedBatchesTrainer(model, arguments(folder, use_liger_kernel=liger, **options)).train()
+            plain(folder, model, **options).train()
         weights.append({name: p.detach() for name, p in model.named_parameters()})
         assert ("liger" in model.forward.__module__) == liger
     for name, p in weights[0].items():
@@ -138,12 +91,9 @@ CASES = {
     "rows with padding": partial(fused, two_rows()),
     "fewer tokens than ranks have": partial(fused, three_tokens()),
     "a rank without targets": partial(fused, first_targets(), layout="contiguous"),
-    "gradients are summed": partial(fused, make_batch(0), grad_reduce="sum"),
     "num_items_in_batch": partial(fused, *COUNTED),
     "patch first": partial(fused, make_batch(0), prepare=patched_first),
     "Liger in the class": in_the_class,
-    "DDP": partial(wrapped, DistributedDataParallel),
-    "FSDP": partial(wrapped, sharded),
     "applied inside": applied_inside,
     "applied by Trainer": applied_by_trainer,
 }

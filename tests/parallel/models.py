@@ -211,13 +211,12 @@ def gradients_of(model):
     return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
 
 
-def mean_over(group, gradients, op="mean"):
-    """Gradients summed or averaged over the group, as DDP does."""
+def mean_over(group, gradients):
+    """Gradients averaged over the group, as DDP does."""
     size = dist.get_world_size(group)
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=group)
-        if op == "mean":
-            gradient /= size
+        gradient /= size
     return gradients
 
 
@@ -237,11 +236,11 @@ def alone_on(family, batch):
     return alone(make_model(family), loss_of, BATCHES[batch]())
 
 
-def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", **options):
+def on_ranks(model, compute=loss_of, *batches, group=None, **options):
     """The same as `alone`, but ranks of a group share the batches, and gradients are reduced over the group."""
-    with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
+    with SequenceParallel(model, group, **options):
         result = run(model, compute, batches)
-    mean_over(None if isinstance(group, DeviceMesh) else group, result.gradients, grad_reduce)  # a mesh of all ranks
+    mean_over(None if isinstance(group, DeviceMesh) else group, result.gradients)  # a mesh of all ranks
     return result
 
 

@@ -31,22 +31,16 @@ PATIENCE = 240  # seconds for a case
 
 
 class Pool:
-    """Processes, one for each rank.
+    """Processes, one for each of `size` ranks."""
 
-    Args:
-        size: the number of ranks.
-        first: the module that is imported before the ranks are forked. By default it imports what nearly all cases
-            need, which takes seconds.
-    """
-
-    def __init__(self, size: int, first: str = "agreement_cases") -> None:
+    def __init__(self, size: int) -> None:
         self.size, self.ended = size, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(Pipe() for _ in range(size)), strict=True)
         descriptors = [one.fileno() for one in theirs]
         # In a session of its own, so that `close` can end all of its processes.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, first, *map(str, descriptors)],
+            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, *map(str, descriptors)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             pass_fds=descriptors,
@@ -62,7 +56,9 @@ class Pool:
             AssertionError: with the reports of all ranks, if one raised, died or got stuck.
         """
         deadline = time.monotonic() + patience
-        reports = [self._ask(pipe, rank, (module, name), deadline) for rank, pipe in self._send((module, name))]
+        for pipe in self._pipes:
+            pipe.send((module, name))
+        reports = [self._answer(rank, deadline) for rank in range(self.size)]
         if any(error for _, error in reports):
             self.close()
             raise AssertionError(
@@ -70,21 +66,16 @@ class Pool:
             )
         return reports[0][0]
 
-    def _send(self, case: tuple[str, str]) -> list[tuple[int, Connection]]:
-        for pipe in self._pipes:
-            pipe.send(case)
-        return list(enumerate(self._pipes))
-
-    def _ask(self, pipe: Connection, rank: int, case: tuple[str, str], deadline: float) -> tuple[str, str]:
+    def _answer(self, rank: int, deadline: float) -> tuple[str, str]:
         """What a rank printed, and its error or an empty string."""
         try:
-            if pipe.poll(max(0.0, deadline - time.monotonic())):
-                return pipe.recv()
+            if self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                return self._pipes[rank].recv()
             error = "stuck"
         except (EOFError, OSError):
             error = "died"
         log = log_of(Path(self._folder.name), rank)
-        return "", f"{' '.join(case)}: {error}\n{log.read_text() if log.exists() else ''}"
+        return "", f"{error}\n{log.read_text() if log.exists() else ''}"
 
     def close(self) -> None:
         """End all processes of the pool."""
@@ -110,9 +101,9 @@ def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
     return {name: case for name, case in home.CASES.items() if (size == 4 if name[:4] == "mesh" else name in chosen)}
 
 
-def start(folder: Path, first: str, pipes: list[Connection]) -> None:
-    """Import what cases need, then fork the ranks."""
-    import_module(f"tests.parallel.{first}")
+def start(folder: Path, pipes: list[Connection]) -> None:
+    """Import what nearly all cases need, which takes seconds, then fork the ranks."""
+    import_module("tests.parallel.agreement_cases")
     children = [os.fork() or _run_rank(rank, folder, pipes) for rank in range(len(pipes))]
     for pipe in pipes:
         pipe.close()  # so that the pipe of a rank closes when that rank dies
@@ -152,4 +143,4 @@ def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    start(Path(sys.argv[1]), sys.argv[2], [Connection(int(descriptor)) for descriptor in sys.argv[3:]])
+    start(Path(sys.argv[1]), [Connection(int(descriptor)) for descriptor in sys.argv[2:]])

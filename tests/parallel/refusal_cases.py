@@ -12,98 +12,53 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    BartForConditionalGeneration,
-    LlamaForSequenceClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
 )
 
-from tests.parallel.models import (
-    alone,
-    close,
-    exact_loss,
-    gradients_of,
-    is_last,
-    logits_of,
-    loss_of,
-    make_model,
-    mean_over,
-    mesh_of,
-    numbers,
-    on_ranks,
-    packed,
-    padded,
-    same,
-    state_of,
-    two_rows,
-)
+from tests.parallel import models
+from tests.parallel.models import close, is_last, logits_of, make_model, mesh_of, numbers, on_ranks, packed, state_of
 from tests.patches.models import COMMON
 from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
 
 BART = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64,
-    "decoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "is_encoder_decoder": True,
 }  # fmt: skip
 TOKENS = 51  # of `packed()`
 TORN = torch.ones(1, TOKENS, dtype=torch.long)  # padding inside a document
 TORN[0, 20] = 0
 
 
-def without(*names):
-    return lambda batch: {name: x for name, x in batch.items() if name not in names}
+def of(family, kind=AutoModelForCausalLM, **sizes):
+    return kind.from_config(AutoConfig.for_model(family, **sizes or COMMON))
 
 
 def replaced(**changes):
     return lambda batch: batch | changes
 
 
-def from_config(family, **overrides):
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | overrides))
-
-
-def gpt_neo():
-    return from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
-
-
-def patched_for_sdpa():
-    model = make_model()
-    patch(model, attention="sdpa")
-    return model
-
-
 # On entry: words of the message, what makes the models, options.
 ENTRIES = {
-    "a trainer": ("got a SimpleNamespace, which holds a model; pass", lambda: SimpleNamespace(model=make_model()), {}),
-    "no models": (r"expected a model, or several; got \[\]", list, {}),
-    "name among models": ("got the name 'gpt2'", lambda: [make_model(), "gpt2"], {}),
-    "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2), {}),
-    "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo, {}),
-    "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa, {}),
-    "sequence classifier": (
-        "LlamaForSequenceClassification reads one token",
-        lambda: LlamaForSequenceClassification(AutoConfig.for_model("llama", **COMMON)),
-        {},
-    ),
-    "encoder-decoder": (
-        "BartForConditionalGeneration holds an encoder and a decoder",
-        lambda: BartForConditionalGeneration(AutoConfig.for_model("bart", **BART)),
-        {},
-    ),
-    "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")], {}),
+    "a trainer": ("got a SimpleNamespace, which holds a model; pass", lambda: SimpleNamespace(model=make_model())),
+    "no models": (r"expected a model, or several; got \[\]", list),
+    "dense attention": ("'gpt_neo' attends by 'dense'",
+                        lambda: of("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]], **COMMON)),
+    "sequence classifier": ("LlamaForSequenceClassification gives one result for each row",
+                            lambda: of("llama", AutoModelForSequenceClassification)),
+    "encoder-decoder": ("BartForConditionalGeneration holds an encoder and a decoder",
+                        lambda: of("bart", AutoModelForSeq2SeqLM, **BART)),
+    "second of two models": ("MultiHeadAttention", lambda: [make_model(), of("xlm")]),
     "check_batches": ("check_batches must be True or False; got str 'x'", make_model, {"check_batches": "x"}),
     "gather_outputs": ("gather_outputs must be True or False; got str 'no'", make_model, {"gather_outputs": "no"}),
-    "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got", make_model, {"grad_reduce": "avg"}),
-    "unknown layout": ("layout must be one of 'contiguous'.*got 'spiral'", make_model, {"layout": "spiral"}),
-    "unknown exchange": ("exchange must be one of 'auto', 'all_gather', .*'p2p'", make_model, {"exchange": "p2p"}),
-    "axolotl's name": ("stands for exchange='ring' with layout='zigzag'", make_model, {"exchange": "batch_zigzag"}),
-    "name as group": (
-        r"group must be a process group.* got str 'sp'.*mesh\['sp'\]",
-        make_model,
-        {"group_or_mesh": "sp"},
-    ),
-    "list as group": (r"got list \[0\].*new_group\(ranks\)", make_model, {"group_or_mesh": [0]}),
-}
+    "layout": ("layout must be one of 'contiguous'.*got 'spiral'", make_model, {"layout": "spiral"}),
+    "exchange": ("exchange must be one of 'auto', 'all_gather', .*'p2p'", make_model, {"exchange": "p2p"}),
+    "group": (r"share a batch in a process group.* got str 'sp'.*mesh\['sp'\]", make_model, {"group_or_mesh": "sp"}),
+    "a pair without a mesh": ("needs one exchange; got .* for one dim", make_model, {"exchange": ("ring", "ulysses")}),
+}  # fmt: skip
+# A mesh that doesn't fit its exchanges: words of the message, what makes the mesh, the exchanges.
 MESHES = {
-    "one name": ("needs an exchange for each, .*got 'all_gather'.*mesh of one", lambda: mesh_of(2, 2), "all_gather"),
-    "a pair without a mesh": ("for a mesh of two dimensions, and the group has one", lambda: None, ("ring", "ulysses")),
+    "one name": ("needs a pair of exchanges.*'all_gather' for two dimensions", lambda: mesh_of(2, 2), "all_gather"),
     **{
         f"the pair {pair}": ("a pair: 'ulysses' for the dimension along which.*got", lambda: mesh_of(2, 2), pair)
         for pair in (("ring", "ring"), ("ulysses", "ulysses"), ("p2p", "ulysses"), ("ring", "ulysses", "ring"), ())
@@ -115,25 +70,24 @@ MESHES = {
 # In a call: words of the message, a change of the batch.
 CALLS = {
     "no tokens": (r"at least one token; got tokens of shape \(1, 0\)", lambda _: {"input_ids": numbers(1, 0)}),
-    "neither ids nor embeddings": ("either input_ids or inputs_embeds", without("input_ids")),
+    "neither ids nor embeddings": ("either input_ids or inputs_embeds", replaced(input_ids=None)),
     "use_cache": ("without a cache", replaced(use_cache=True)),
     "4-D mask": ("attention_mask must be two-dim", replaced(attention_mask=torch.zeros(1, 1, TOKENS, TOKENS))),
     "mask that counts from 0": (
-        r"is padding, by the number 0\..*pass attention_mask \+ 1",
+        r"marks as padding by 0\..*pass attention_mask \+ 1",
         lambda batch: {**batch, "attention_mask": (batch["position_ids"] == 0).cumsum(1) - 1},
     ),
     "labels of another shape": (r"labels must have.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))),
     "targets of another shape": (r"shift_labels must have.*\(1, 51\)", replaced(shift_labels=numbers(1, 50))),
     "kept logits": ("logits_to_keep names tokens of whole rows.*Leave it out", replaced(logits_to_keep=3)),
     "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8))),
-    "rows in a tuple": (r"noise has shape \(1, 51\), .* only shard tensors", replaced(noise=(torch.zeros(1, TOKENS),))),
+    "rows in a tuple": (r"noise has shape \(1, 51\) in a tuple", replaced(noise=(torch.zeros(1, TOKENS),))),
     "trees": ("tree_ends says that sequences share tokens", replaced(tree_ends=torch.arange(TOKENS)[None] + 1)),
 }
 # The last rank passes another batch: words of the message on every rank, a change of the batch.
 DIFFERENCES = {
-    "other tokens": ("different batches: input_ids differs", replaced(input_ids=numbers(1, TOKENS, seed=9))),
+    "other tokens": ("different batches or .*: input_ids differs", replaced(input_ids=numbers(1, TOKENS, seed=9))),
     "other order": ("input_ids differs", lambda batch: batch | {"input_ids": batch["input_ids"].flip(1)}),
-    "other labels": ("labels differs", replaced(labels=numbers(1, TOKENS, seed=9))),
     "other documents": ("position_ids differs", replaced(position_ids=torch.arange(TOKENS)[None])),
     "other lengths": ("input_ids, position_ids, labels differ", lambda batch: {n: x[:, :40] for n, x in batch.items()}),
     "other arguments": ("output_hidden_states, return_dict differ", replaced(output_hidden_states=1, return_dict=True)),
@@ -146,14 +100,14 @@ ERRORS = {
 }
 
 
-def refused_on_entry(message, make, options):
+def refused_on_entry(message, make, options=None):
     """The context raises on entry, and the models stay unchanged."""
     given = make()
-    models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
-    before = [state_of(one) for one in models]
-    with pytest.raises(ValueError, match=message), SequenceParallel(given, **options):
+    inside = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
+    before = list(map(state_of, inside))
+    with pytest.raises(ValueError, match=message), SequenceParallel(given, **options or {}):
         raise AssertionError("entered")
-    assert before == [state_of(one) for one in models]
+    assert before == list(map(state_of, inside))
 
 
 def refused_mesh(message, make, exchange):
@@ -170,11 +124,15 @@ def refused_call(message, change):
         model(**change(packed()))
 
 
-def differs(message, change=lambda batch: batch, training=True):
+def differs(message, change=lambda batch: batch, prepare=lambda model: None, training=True):
+    """The last rank prepares its model or changes its batch."""
     model, batch = make_model(), packed()
+    if is_last():
+        prepare(model)
     with SequenceParallel(model):
         with pytest.raises(ValueError, match=message), torch.set_grad_enabled(training or not is_last()):
             model(**(change(batch) if is_last() else batch))
+        model.gradient_checkpointing_disable()
         assert model(**batch).loss.isfinite()  # the group still works
 
 
@@ -182,35 +140,19 @@ def error_on_the_last_rank(message, change):
     differs(message if is_last() else rf"(?s)other ranks .* rank {dist.get_world_size() - 1}: .*{message}", change)
 
 
-def calls_that_differ_are_named():
-    """What decides which exchanges a rank makes, beside the arguments."""
+def the_model_and_autocast():
     model, other = make_model(), make_model()
     with SequenceParallel([model, other]):
-        with pytest.raises(ValueError, match="batches: the model that is called differs"):
+        with pytest.raises(ValueError, match="batches or settings: the model that is called differs"):
             (other if is_last() else model)(**packed())
-        with torch.autocast("cpu", enabled=is_last()), pytest.raises(ValueError, match="batches: autocast differs"):
+        with torch.autocast("cpu", enabled=is_last()), pytest.raises(ValueError, match="settings: autocast differs"):
             model(**packed())
-        if is_last():
-            model.gradient_checkpointing_enable()
-        with pytest.raises(ValueError, match="batches: gradient checkpointing differs"):
-            model(**packed())
-        model.gradient_checkpointing_disable()
-        embeddings = model.get_input_embeddings()(packed()["input_ids"]).detach().requires_grad_(is_last())
-        with pytest.raises(ValueError, match="batches: inputs_embeds differs"):
-            model(inputs_embeds=embeddings, position_ids=packed()["position_ids"])
-        assert model(**packed()).loss.isfinite()
 
 
 def settings_differ():
     model = make_model()
-    before = model.config.rms_norm_eps
-    model.config.rms_norm_eps = 1e-3 if is_last() else before
-    with pytest.raises(ValueError, match=r"config.rms_norm_eps of model 0 must be the same on every rank"):
-        SequenceParallel(model).__enter__()
-    model.config.rms_norm_eps = before
-    layout = "zigzag" if dist.get_rank() == 0 else "stripe"
-    with pytest.raises(ValueError, match=r"layout must be the same on every rank.*'zigzag', 'stripe'"):
-        SequenceParallel(model, layout=layout).__enter__()
+    with pytest.raises(ValueError, match="batches or settings: layout differs"):
+        SequenceParallel(model, layout="zigzag" if dist.get_rank() == 0 else "stripe").__enter__()
     others = f"other ranks.*rank {dist.get_world_size() - 1}: ValueError: exchange must"
     with pytest.raises(ValueError, match="exchange must be one of" if is_last() else others):
         SequenceParallel(model, exchange="p2p" if is_last() else "ring").__enter__()
@@ -223,68 +165,54 @@ def parameters_began_differently():
     weight = max(model.parameters(), key=torch.Tensor.numel)
     before = weight.detach().clone()
     with SequenceParallel(model):
-        with torch.no_grad():
-            weight.mul_(1.5 if is_last() else 1.0)
+        weight.data.mul_(1.5 if is_last() else 1.0)
         with pytest.raises(ValueError, match=r"parameters differ between the ranks.*began with different values"):
             model(**packed())
-        with torch.no_grad():
-            weight.copy_(before)
+        weight.data.copy_(before)
         model(**packed())
-        with torch.no_grad():
-            weight.mul_(1.5 if is_last() else 1.0)
+        weight.data.mul_(1.5 if is_last() else 1.0)
         calls = (model(**packed()) for _ in model.parameters())
         with pytest.raises(ValueError, match="parameters differ between the ranks"):
             list(calls)
 
 
 def changed_inside():
-    """A model that is unpatched or patched again inside."""
+    """A model can be neither unpatched nor patched again inside, and goes on."""
     model = make_model()
     with SequenceParallel(model):
         wanted, before = logits_of(model), state_of(model)
-        with pytest.raises(ValueError, match=r"inside of SequenceParallel, .* Leave the context, call patch"):
-            patch(model, unpad=True)
-        assert state_of(model) == before
-        close(logits_of(model), wanted, "with the patch of the context")
-        with pytest.raises(ValueError, match=r"can't be unpatched inside of SequenceParallel\. Leave the context"):
-            unpatch(model)
-        close(logits_of(model), wanted, "after that")
-    assert state_of(model) != before
+        for call in (partial(patch, unpad=True), unpatch):
+            with pytest.raises(ValueError, match=r"inside of SequenceParallel.* Leave the context"):
+                call(model)
+            assert state_of(model) == before
+            close(logits_of(model), wanted, "afterwards")
 
 
 def misused_context():
-    model = make_model()
-    context = SequenceParallel(model)
+    context = SequenceParallel(make_model())
     for call in (context.shard, context.gather, context.total):
         with pytest.raises(ValueError, match="no batch has been shared yet"):
             call(torch.zeros(1, 1))
     with context, pytest.raises(ValueError, match="entered already"):
         context.__enter__()
     with context:  # once more after leaving
-        wanted = logits_of(model)
+        logits_of(context.models[0])
         with pytest.raises(ValueError, match=r"tokens of shape \(1, 51\).*got shape \(1, 50\)"):
             context.shard(torch.zeros(1, 50))
         with pytest.raises(ValueError, match=r"its shard must be \(1, \d+, ...\); got shape \(1, 51\)"):
             context.gather(torch.zeros(1, TOKENS))
-    with SequenceParallel(model, check_batches=False):  # a rank still refuses its own batch
-        close(logits_of(model), wanted, "logits")
-        with pytest.raises(ValueError, match="at least one token"):
-            model(input_ids=numbers(1, 0))
+    model = make_model()
+    with SequenceParallel(model, check_batches=False), pytest.raises(ValueError, match="at least one token"):
+        model(input_ids=numbers(1, 0))  # a rank still refuses its own batch
 
 
 def losses_that_ranks_cannot_share():
-    """A masked model computes its loss itself: refused with labels, exact without. So is an unknown loss function."""
-    batch = padded()
-    labels = batch.pop("labels")
-    torch.manual_seed(0)
-    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("roberta", **COMMON)).double().eval()
-    with patch(model):
-        wanted = model(**batch).logits
-    with SequenceParallel(model, gather_outputs=True):
-        close(model(**batch).logits, wanted, "logits")
-        message = "RobertaForMaskedLM computes its loss without its loss function.*gather_outputs=True"
-        with pytest.raises(UnsupportedModelError, match=message):
-            model(**batch, labels=labels)
+    """A masked model computes its loss itself, and another one by an unknown function."""
+    model = of("roberta", AutoModelForMaskedLM).double().eval()
+    with SequenceParallel(model):
+        model(**{name: x for name, x in models.padded().items() if name != "labels"})
+        with pytest.raises(UnsupportedModelError, match=r"computes its loss without its loss .*gather_outputs=True"):
+            model(**models.padded())
     model = make_model()
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels"):
@@ -299,30 +227,22 @@ class OwnHead(nn.Module):
         self.base, self.project = model.model, model.lm_head
 
     def forward(self, *, labels, **batch):
-        return exact_loss(self.project(self.base(**batch).last_hidden_state), labels, None)
+        return models.exact_loss(self.project(self.base(**batch).last_hidden_state), labels, None)
 
 
-def own_head(model):
-    head = OwnHead(model)
-    return head, head
+def call(head, **batch):
+    return head(**batch)
 
 
-def forward_from_before(model):
-    forward = model.forward
-    return model, lambda **batch: forward(**batch).loss
-
-
-def outside_of_the_given_model(make):
-    """A head or a loss there gets this rank's rows, and torch refuses them; with gather_outputs it is exact."""
-    for batch in (packed(), two_rows()):
-        given, loss = make(make_model())
+def own_head():
+    """It gets this rank's rows, and torch refuses them; with gather_outputs it is exact."""
+    for batch in (packed(), models.two_rows()):
         with pytest.raises(ValueError, match=r"(?s)to match.* this rank's rows, .*gather_outputs=True.*context.shard"):
-            on_ranks(given, lambda _, loss=loss, **batch: loss(**batch), batch)
+            on_ranks(OwnHead(make_model()), call, batch)
         model = make_model()
-        given, loss = make(model)
-        got = on_ranks(given, lambda _, loss=loss, **batch: loss(**batch), batch, gather_outputs=True)
-        got.gradients = mean_over(None, gradients_of(model))
-        same(got, alone(make_model(), loss_of, batch))
+        got = on_ranks(OwnHead(model), call, batch, gather_outputs=True)
+        got.gradients = models.mean_over(None, models.gradients_of(model))
+        models.same(got, models.alone(make_model(), models.loss_of, batch))
 
 
 CASES = {
@@ -332,24 +252,16 @@ CASES = {
     **{name: partial(differs, *given) for name, given in DIFFERENCES.items()},
     **{name: partial(error_on_the_last_rank, *given) for name, given in ERRORS.items()},
     "no gradients on one rank": partial(differs, "whether gradients are computed differs", training=False),
-    "own head": partial(outside_of_the_given_model, own_head),
-    "forward from before": partial(outside_of_the_given_model, forward_from_before),
-} | {
-    case.__name__.replace("_", " "): case
-    for case in (
-        calls_that_differ_are_named,
-        settings_differ,
-        parameters_began_differently,
-        changed_inside,
-        misused_context,
-        losses_that_ranks_cannot_share,
-    )
+    "checkpointing on one rank": partial(
+        differs, "gradient checkpointing differs", prepare=lambda model: model.gradient_checkpointing_enable()
+    ),
+    "the model and autocast": the_model_and_autocast,
+    "settings differ": settings_differ,
+    "parameters began differently": parameters_began_differently,
+    "changed inside": changed_inside,
+    "misused context": misused_context,
+    "losses that ranks cannot share": losses_that_ranks_cannot_share,
+    "own head": own_head,
 }
-
 # The rank at fault and the ranks that name it differ with the number of ranks.
-ALSO_ON_FOUR = [
-    "other tokens",
-    "other lengths",
-    "no tokens on one rank",
-    "settings differ",
-]
+ALSO_ON_FOUR = ["other tokens", "other lengths", "no tokens on one rank", "settings differ"]

@@ -1,31 +1,37 @@
-"""SequenceParallel under accelerate and transformers' Trainer, which read environment variables of a launcher."""
+"""Trainers of transformers and TRL, and accelerate, beside the same training in one process."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
 
+import tritonpack
+from tests.ecosystem import training
 from tests.parallel.composition_cases import make_mesh, optimizer_of
-from tests.parallel.models import close, exact_loss, make_batch, make_model
-from tests.patches.models import VOCAB
-from tritonpack import (
-    MultipackDistributedBatchSampler,
-    PackingCollator,
-    SavedTokensCallback,
-    SequenceParallel,
-    dataloader,
-    patch,
-)
+from tests.parallel.models import alone, close, loss_of, make_batch, make_model
+from tests.patches.models import tiny_model
+from tritonpack import MultipackDistributedBatchSampler, SavedTokensCallback, SequenceParallel, dataloader, patch
+
+TIMES = ("runtime", "per_second", "step_time", "preparation_time")
+# What other numbers of batches change: padding counts as operations, and metrics of batches are averaged.
+PER_BATCH = ("total_flos", "eval_entropy", "eval_mean_token_accuracy", "eval_rewards", "eval_logps", "eval_logits")
 
 
 @contextmanager
@@ -56,75 +62,197 @@ def require_equal_everywhere(model: nn.Module) -> None:
         assert torch.equal(first, p), f"{name} differs between ranks"
 
 
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    return TrainingArguments(**training.arguments(folder, **options))  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset):
+    """Documents without numbers."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from training.features()
+
+
+def plain(folder: str, model: Any, **options: Any) -> Trainer:
+    dataset = options.pop("train_dataset", training.features())
+    return Trainer(
+        tiny_model("llama") if model is None else model,
+        arguments(folder, include_num_input_tokens_seen="non_padding", **options),
+        train_dataset=dataset,
+        eval_dataset=training.features()[:4],
+        data_collator=training.pad,
+        compute_metrics=lambda given: {"logits": float(np.abs(given.predictions[given.label_ids >= 0]).sum())},
+    )
+
+
+def packed(folder: str, model: Any, **options: Any) -> Any:
+    """With `setup`, whose rows of 32 tokens are planned in one process and for the replicas alike if there is one."""
+    trainer = plain(folder, model, **options)
+    tritonpack.setup(trainer, 32)
+    return trainer
+
+
+def of_trl(name: str, folder: str, model: Any, **options: Any) -> Any:
+    """A trainer of tests/ecosystem/test_padded.py, with more options."""
+    from tests.ecosystem.test_padded import TRAINERS
+
+    counting = {"include_num_input_tokens_seen": "non_padding"} if name.startswith("SFT") else {}
+    setting = TRAINERS[name]._replace(options={**TRAINERS[name].options, **counting, **options})
+    return setting.trainer(folder, model)  # type: ignore[arg-type]
+
+
+def with_given_completions(folder: str, model: Any, **options: Any) -> Any:
+    """GRPO on completions that depend on prompts alone, not on the random numbers of so many processes."""
+    trainer = of_trl("GRPO", folder, model, **options)
+    trainer._generate_single_turn = lambda prompts, *_, **__: (
+        [[5 + (sum(ids) + 7 * (i % 2) + j) % 40 for j in range(3 + i % 2)] for i, ids in enumerate(prompts)],
+        None,
+    )
+    return trainer
+
+
+def run(
+    make: Callable[..., Any], group: Any, order: str, gathers: bool = False, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Train and evaluate, inside of the context or (without a group) in one process.
+
+    Returns:
+        The trainer, and how far each weight has moved.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = tiny_model("llama") if order == "context first" else None
+        trainer = make(folder, None, **options) if model is None else None
+        shared = model if trainer is None else trainer.model
+        stack.enter_context(patch(shared) if group is None else SequenceParallel(shared, group, gather_outputs=gathers))
+        trainer = trainer or make(folder, model, **options)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
+    return trainer, {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+
+
+def agree(
+    make: Callable[..., Any], order: str = "trainer first", dims: tuple[str, str] = ("dp", "sp"), **options: Any
+) -> None:
+    """Weights, losses, counts and metrics of a trainer equal those of one process with the same documents in a step."""
+    methods = {name: vars(Trainer)[name] for name in ("train", "evaluate", "predict")}
+    sizes = {"dp": dist.get_world_size() // 2, "sp": 2}
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in dims), mesh_dim_names=dims)
+    size = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, **options}
+    whole = {"per_device_train_batch_size": size["per_device_train_batch_size"] * sizes["dp"]}
+    if make is plain:  # its evaluation has the mean over the targets of a step, that of TRL's trainers over batches
+        whole["per_device_eval_batch_size"] = size["per_device_eval_batch_size"] * sizes["dp"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with launched(alone=True):
+            expected, moved = run(make, None, order, **{**size, **whole})
+        with launched():
+            trainer, moved_there = run(make, mesh["sp"], order, **size)
+    most = max(x.abs().max() for x in moved.values())
+    assert most > 1e-4
+    assert all((x - moved_there[name]).abs().max() < 4 * training.EXACT * most for name, x in moved.items())
+    for one, other in zip(expected.state.log_history, trainer.state.log_history, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if not any(word in name for word in TIMES + (PER_BATCH if sizes["dp"] > 1 else ())):
+                assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, one, other)
+    require_equal_everywhere(trainer.model)
+    assert not {"compute_loss", "prediction_step"} & vars(trainer).keys() or make is packed
+    assert not {"gather", "prepare_data_loader"} & vars(trainer.accelerator).keys()
+    assert methods == {name: vars(Trainer)[name] for name in methods}
+
+
+def refused(make: Callable[..., Any], remedy: str, then: dict[str, Any] | None = None, **options: Any) -> None:
+    """An error with the remedy, and with the options `then` an exact result."""
+    with launched(), pytest.raises((ValueError, RuntimeError), match=remedy):
+        run(make, dist.group.WORLD, "trainer first", **{"per_device_train_batch_size": 2, **options})
+    if then:
+        agree(make, **then, **options)
+
+
+def set_late(name: str, folder: str, model: Any, **options: Any) -> Any:
+    """GRPO with an option that isn't one of its arguments here, because vLLM isn't installed."""
+    trainer = of_trl("GRPO", folder, model, **options)
+    setattr(trainer, name, True)
+    return trainer
+
+
+def with_loss(folder: str, model: Any, **options: Any) -> Trainer:
+    trainer = plain(folder, model, **options)
+    trainer.compute_loss_func = lambda *_, **__: None
+    return trainer
+
+
+def each_token_once() -> None:
+    """TRL's head scores as many rows on all ranks together as there are tokens, in either order."""
+    from trl.trainer import utils
+
+    own = utils._ChunkedLogProbFunction.apply
+    for order in ("trainer first", "context first"):
+        rows = []
+
+        def count(states: Tensor, *others: Any, rows: list[int] = rows) -> Any:
+            if torch.is_grad_enabled():
+                rows.append(len(states))
+            return own(states, *others)
+
+        with mock.patch.object(utils, "_ChunkedLogProbFunction") as function, launched():
+            function.apply = count
+            trainer, _ = run(partial(of_trl, "SFT"), dist.group.WORLD, order, include_num_input_tokens_seen="all")
+        total = torch.tensor([sum(rows)])
+        dist.all_reduce(total)
+        assert total == trainer.state.num_input_tokens_seen, order
+        assert sum(rows) < 0.6 * total
+
+
+def resumed() -> None:
+    """A run that is resumed from a checkpoint ends with the weights of one without a break."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    ends = []
+    with launched():
+        for checkpoint in (None, f"{folder[0]}/checkpoint-2"):
+            trainer = plain(folder[0], None, save_strategy="steps", save_steps=2, max_steps=4)
+            with SequenceParallel(trainer.model):
+                trainer.train(resume_from_checkpoint=checkpoint)
+            ends.append(list(trainer.model.parameters()))
+            dist.barrier()
+    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def predictions() -> None:
+    """The logits of `predict` are those of the whole data set, once and in its order."""
+    documents = training.features()[:5]
+    with launched(alone=True), tempfile.TemporaryDirectory() as folder:
+        expected = plain(folder, None).predict(documents)
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = plain(folder, None, per_device_eval_batch_size=2)
+        with SequenceParallel(trainer.model):
+            got = trainer.predict(documents)
+    known = expected.label_ids >= 0
+    assert np.array_equal(got.label_ids, expected.label_ids)
+    assert np.abs(got.predictions[known] - expected.predictions[known]).max() < 1e-5
+
+
 def accelerated() -> None:
     from accelerate import Accelerator
 
-    reference, model = make_model(), make_model()
-    patch(reference)
-    expected = reference(**make_batch(0)).loss
-    expected.backward()
+    model, wanted = make_model(), alone(make_model(), loss_of, make_batch(0))
     with launched():
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, optimizer_of(model))
         assert isinstance(model, DistributedDataParallel)
         with SequenceParallel(model):
-            output = model(**make_batch(0))
-            accelerator.backward(output.loss)
-            assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-            close(output.loss.detach(), expected.detach(), "loss")
-            for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-                close(p.grad, whole.grad, name)
+            loss = model(**make_batch(0)).loss
+            accelerator.backward(loss)
+            close(loss.detach(), wanted.loss[0], "loss")
+            for name, p in model.module.named_parameters():
+                close(p.grad, wanted.gradients[name], name)
             optimizer.step()
     require_equal_everywhere(model)
-
-
-def arguments(folder: str, **options) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=3, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, **options,
-    )  # fmt: skip
-
-
-def own_loader() -> None:
-    """Trainer's own loader gives the ranks of a group one batch, and the counts have each token once."""
-    mesh = make_mesh("dp", "sp")
-    replicas = mesh["dp"].size()
-    documents = [{"input_ids": [number % VOCAB] * (3 + number)} for number in range(6 * replicas)]
-    model, before = make_model(), {name: vars(Trainer)[name] for name in ("train", "evaluate", "predict")}
-    model.loss_function = exact_loss
-    given, items = [], []
-
-    def watch(_: nn.Module, args: object, batch: dict[str, Tensor]) -> None:
-        given.append(batch["input_ids"])
-        items.append(int(batch["num_items_in_batch"]))
-
-    class Counts(TrainerCallback):
-        def on_step_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
-            assert trainer.accelerator.reduce(torch.ones(1), reduction="sum") == replicas
-            assert trainer.accelerator.gather(torch.ones(2)).shape == (2 * replicas,)
-            assert trainer.get_total_train_batch_size(args) == 2 * replicas
-
-    hook = model.register_forward_pre_hook(watch, with_kwargs=True)
-    with launched(), tempfile.TemporaryDirectory() as folder:
-        sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 1}
-        options = arguments(folder, **sizes, include_num_input_tokens_seen="all")
-        trainer = Trainer(model, options, train_dataset=documents, eval_dataset=documents[:2], callbacks=[Counts()])
-        trainer.data_collator = PackingCollator()
-        with SequenceParallel(model, mesh["sp"]):
-            trainer.train()
-            hook.remove()
-            assert trainer.evaluate()["eval_loss"] > 0
-    seen = trainer.state.num_input_tokens_seen
-    assert seen == sum(len(document["input_ids"]) for document in documents)
-    assert sum(items) == seen - len(documents)  # first tokens aren't targets
-    everywhere: list[list[Tensor]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, given)
-    places = [mesh.mesh.tolist()[replica] for replica in range(replicas)]
-    for group in places:
-        assert all(torch.equal(x, y) for x, y in zip(everywhere[group[0]], everywhere[group[1]], strict=True))
-    assert sum(x.numel() for group in places for x in everywhere[group[0]]) == seen
-    require_equal_everywhere(model)
-    assert {name: vars(Trainer)[name] for name in before} == before
 
 
 def loader_for_a_group() -> None:
@@ -134,75 +262,77 @@ def loader_for_a_group() -> None:
     loader = dataloader(documents, 16, group=mesh["sp"])  # with rank 0's seed
     sampler = MultipackDistributedBatchSampler(16, [1 + number % 7 for number in range(40)], group=mesh["sp"])
     assert (sampler.num_replicas, sampler.rank) == (mesh["dp"].size(), mesh.get_local_rank("dp"))
-    rows = [batch["input_ids"].flatten().unique().tolist() for batch in loader]
     everywhere: list[list[list[int]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, rows)
+    dist.all_gather_object(everywhere, [batch["input_ids"].flatten().unique().tolist() for batch in loader])
     groups = mesh.mesh.tolist()
     assert all(everywhere[group[0]] == everywhere[group[1]] for group in groups)
     assert sorted(number for group in groups for row in everywhere[group[0]] for number in row) == list(range(40))
-    with pytest.raises(ValueError, match="Leave them out, or the group"):
-        dataloader(documents, 16, group=mesh["sp"], num_replicas=1, rank=0)
-    with pytest.raises(ValueError, match=r"must be a process group or a DeviceMesh, such as mesh\['sp'\]; got 2"):
-        dataloader(documents, 16, group=2)
-    with pytest.raises(ValueError, match="don't let it prepare this loader"):
-        _ = loader.batch_sampler.batch_size
-    if dist.get_rank() == 1:
-        documents = documents[1:]
-    with pytest.raises(ValueError, match="the lengths"):
-        dataloader(documents, 16, group=mesh["sp"])
-
-
-def refusals() -> None:
-    """Settings with which a Trainer can't share batches, and a mesh whose groups it can't number."""
-    model = make_model()
-    for message, options, more in (
-        ("leave it at None: every rank loads", {"accelerator_config": {"dispatch_batches": True}}, {}),
-        ("leave it at False", {"eval_use_gather_object": True}, {}),
-        (r"has a compute_loss_func.*gather_outputs=True", {}, {"compute_loss_func": lambda *_, **__: None}),
+    for message, call in (
+        ("Leave them out, or the group", partial(dataloader, documents, 16, group=mesh["sp"], num_replicas=1, rank=0)),
+        (r"must be a process group or a DeviceMesh, such as .*; got 2", partial(dataloader, documents, 16, group=2)),
+        ("don't let it prepare this DataLoader", lambda: loader.batch_sampler.batch_size),
+        ("the lengths", partial(dataloader, documents[dist.get_rank() == 1 :], 16, group=mesh["sp"])),
     ):
-        with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-            trainer = Trainer(model, arguments(folder, **options), train_dataset=[{"input_ids": [1, 2]}] * 4, **more)
-            with pytest.raises(ValueError, match=message):
-                trainer.train()
+        with pytest.raises(ValueError, match=message):
+            call()
     if dist.get_world_size() == 4:
         groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-        with pytest.raises(ValueError, match=r"don't form a dimension of a mesh of 4 ranks"):
-            dataloader([{"input_ids": [1, 2]}] * 4, 16, group=groups[dist.get_rank() in (1, 2)])
+        with pytest.raises(ValueError, match="don't form a dimension of a mesh of 4 ranks"):
+            dataloader(documents, 16, group=groups[dist.get_rank() in (1, 2)])
 
 
 def saved_tokens() -> None:
-    """The logs of every rank have the tokens of all ranks. Each has two of six documents of its own in a step."""
-    number = 6 * dist.get_world_size()
-    documents = [{"input_ids": list(range(3 + i)), "labels": list(range(3 + i))} for i in range(number)]
-
-    def collate(some: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        batch = {
-            name: nn.utils.rnn.pad_sequence([torch.tensor(one[name]) for one in some], True, fill)
-            for name, fill in (("input_ids", 0), ("labels", -100))
-        }
-        return {**batch, "attention_mask": (batch["labels"] != -100).long()}
-
-    model = make_model()
-    given = []
+    """The logs of every rank have the tokens of all ranks, which have different documents."""
+    model, given = tiny_model("llama"), []
     model.register_forward_pre_hook(lambda _, args, batch: given.append(batch["input_ids"].numel()), with_kwargs=True)
     with launched(), tempfile.TemporaryDirectory() as folder, patch(model, unpad=True) as handle:
-        options = arguments(folder, per_device_train_batch_size=2)
-        trainer = Trainer(model, options, train_dataset=documents, data_collator=collate)
+        trainer = plain(folder, model, per_device_train_batch_size=2, max_steps=2)
         trainer.add_callback(SavedTokensCallback(trainer))
         trainer.train()
-    assert len(given) == 3
     totals = torch.tensor([sum(given), handle.saved.tokens_computed])
     dist.all_reduce(totals)
-    assert totals[1] == sum(len(document["input_ids"]) for document in documents)
     logged = trainer.state.log_history[-1]["train_tokens_saved_share"]
     assert logged == pytest.approx(1 - float(totals[1] / totals[0]))
     assert totals[0] != dist.get_world_size() * sum(given)  # ranks differ
 
 
-CASES = {
+gathered = partial(refused, then={"gathers": True})
+vllm, logs = (partial(set_late, name) for name in ("use_vllm", "log_completions"))
+CASES: dict[str, Callable[[], None]] = {
+    "own loader": partial(agree, plain, gradient_accumulation_steps=2),
+    "built inside": partial(agree, plain, "context first", gradient_accumulation_steps=2),
+    "a stream": partial(agree, plain, train_dataset=Stream()),
+    "workers": partial(agree, plain, dataloader_num_workers=1),
+    "ranks that aren't neighbours": partial(agree, plain, dims=("sp", "dp"), gradient_accumulation_steps=2),
+    "setup": partial(agree, packed),
+    "label smoothing": partial(gathered, plain, "gather_outputs=True", label_smoothing_factor=0.1),
+    "dispatch_batches": partial(refused, plain, "every rank loads", accelerator_config={"dispatch_batches": True}),
+    "eval_use_gather_object": partial(refused, plain, "leave it at False", eval_use_gather_object=True),
+    "compute_loss_func": partial(refused, with_loss, r"has a compute_loss_func.*gather_outputs=True"),
+    "resumed": resumed,
+    "predictions": predictions,
     "accelerate": accelerated,
-    "own loader of Trainer": own_loader,
     "loader for a group": loader_for_a_group,
-    "refusals of Trainer": refusals,
     "saved tokens": saved_tokens,
-}
+    "TRL, SFT, built inside": partial(agree, partial(of_trl, "SFT"), "context first"),
+    "TRL, SFT, padding-free": partial(agree, partial(of_trl, "SFT"), padding_free=True),
+    **{
+        f"TRL, {name}": partial(agree, partial(of_trl, name))
+        for name in ("SFT", "SFT, completions", "DPO", "DPO, LoRA", "KTO", "GRPO", "GRPO, LoRA", "RLOO")
+    },
+    "TRL, GRPO, given completions": partial(agree, with_given_completions),
+    "TRL, ORPO": partial(gathered, partial(of_trl, "ORPO"), "A head or a loss outside of the given model"),
+    "TRL, GRPO, vLLM": partial(refused, vllm, "Pass use_vllm=False"),
+    "TRL, GRPO, logs": partial(refused, logs, "Pass log_completions=False"),
+    "TRL, GRPO that doesn't fit": partial(
+        refused, partial(of_trl, "GRPO"), "Raise per_device_train_batch_size or", num_generations=6,
+        per_device_train_batch_size=3,
+    ),
+    "TRL, Distillation": partial(refused, partial(of_trl, "Distillation"), "To generate, leave the context, or pause"),
+    "TRL, each token once": each_token_once,
+}  # fmt: skip
+# Two replicas, of neighbours or of every other rank.
+ALSO_ON_FOUR = (
+    "own loader", "ranks that aren't neighbours", "loader for a group", "saved tokens", "accelerate",
+    "TRL, SFT, built inside", "TRL, DPO", "TRL, GRPO, given completions",
+)  # fmt: skip

@@ -100,49 +100,66 @@ def without_empty(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> dict[str, Tenso
     return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
 
 
-# The name of a defect -> a function of attention and its arguments that has it.
-DEFECTS: dict[str, Callable[..., Any]] = {
-    "ignores_boundaries": lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
-        cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]], **rest),
-    "window_off_by_one": lambda call, window_size, **rest: call(
-        window_size=tuple(side + (side >= 0) for side in window_size), **rest),
-    "top_left": lambda call, **rest: call(**rest | {"make_mask": top_left}),
-    "scale_forgotten": lambda call, softmax_scale, **rest: call(**rest),
-    "garbage_in_slack": lambda call, **rest: map_out(
-        call(**rest), lambda out: in_slack(out, rest["cu_seqlens_q"], NAN)),
-    "garbage_in_gradients_of_slack": lambda call, k, **rest: call(
-        k=with_gradient(k, lambda dk: in_slack(dk, rest["cu_seqlens_k"], 1e-30)), **rest),
+# The name of a defect -> a function of attention and its arguments that has it, and the checks that it fails: patterns
+# of names, and after "but" those among them that it passes.
+DEFECTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "ignores_boundaries": (
+        lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
+            cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]], **rest),
+        "forward/* backward/* inputs/large-scores inputs/slices empty/* isolation/* lse/* dropout/* "
+        "but */one-document */window-self empty/all",
+    ),
+    "window_off_by_one": (
+        lambda call, window_size, **rest: call(window_size=tuple(side + (side >= 0) for side in window_size), **rest),
+        "*/window-* */*-window but */window-wide",
+    ),
+    "top_left": (lambda call, **rest: call(**rest | {"make_mask": top_left}),
+                 "*/cross */cross-more-queries */sinks-cross lse/empty-rows but isolation/*"),
+    "scale_forgotten": (lambda call, softmax_scale, **rest: call(**rest), "*/scale"),
+    "garbage_in_slack": (
+        lambda call, **rest: map_out(call(**rest), lambda out: in_slack(out, rest["cu_seqlens_q"], NAN)), "slack/*"),
+    "garbage_in_gradients_of_slack": (lambda call, k, **rest: call(
+        k=with_gradient(k, lambda dk: in_slack(dk, rest["cu_seqlens_k"], 1e-30)), **rest), "slack/*"),
     # Slack rows reach dq, because 0 * NaN is NaN.
-    "slack_leaks": lambda call, q, **rest: call(
-        q=with_gradient(q, lambda dq: dq + 0.0 * rest["v"].detach().sum()), **rest),
+    "slack_leaks": (lambda call, q, **rest: call(
+        q=with_gradient(q, lambda dq: dq + 0.0 * rest["v"].detach().sum()), **rest), "slack/*"),
     # Query head h reads key head h % H_kv instead of h // (H / H_kv).
-    "head_order": lambda call, q, k, v, **rest: call(
-        q, *(x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v)), **rest),
-    "softcap_ignored": lambda call, softcap, **rest: call(**rest),
-    "low_precision": lambda call, q, k, v, **rest: map_out(
-        call(q.bfloat16(), k.bfloat16(), v.bfloat16(), **rest), lambda out: out.to(q.dtype)),
-    "noisy": lambda call, **rest: map_out(call(**rest), noise),
-    "noisy_gradient": lambda call, v, **rest: call(v=with_gradient(v, noise), **rest),
-    "drops_dk": lambda call, k, **rest: call(k=k.detach(), **rest),
-    "zeros_for_dk": lambda call, k, **rest: call(k=with_gradient(k, torch.zeros_like), **rest),
-    "raises_on_empty_documents": lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
-        **without_empty(cu_seqlens_q, cu_seqlens_k), **rest),
-    "lse_to_the_base_2": lambda call, **rest: map_lse(call(**rest), lambda lse: lse * 1.4426950408889634),
-    "lse_of_nothing_is_nan": lambda call, **rest: map_lse(
-        call(**rest), lambda lse: lse.masked_fill(lse.isinf(), NAN)),
+    "head_order": (lambda call, q, k, v, **rest: call(
+        q, *(x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v)), **rest), "*/group-of-three inputs/slices"),
+    "softcap_ignored": (lambda call, softcap, **rest: call(**rest), "*/softcap*"),
+    "low_precision": (
+        lambda call, q, k, v, **rest: map_out(
+            call(q.bfloat16(), k.bfloat16(), v.bfloat16(), **rest), lambda out: out.to(q.dtype)),
+        "forward/* backward/* inputs/* empty/* lse/* dropout/* but inputs/unchanged empty/all",
+    ),
+    "noisy": (lambda call, **rest: map_out(call(**rest), noise), "repeat/*"),
+    "noisy_gradient": (lambda call, v, **rest: call(v=with_gradient(v, noise), **rest), "repeat/*"),
+    "drops_dk": (lambda call, k, **rest: call(k=k.detach(), **rest),
+                 "backward/* inputs/* empty/* lse/gradient but inputs/unchanged"),
+    "zeros_for_dk": (
+        lambda call, k, **rest: call(k=with_gradient(k, torch.zeros_like), **rest),
+        "backward/* inputs/* empty/* lse/gradient "
+        "but inputs/unchanged empty/all */one-token-documents */window-self",
+    ),
+    "raises_on_empty_documents": (lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
+        **without_empty(cu_seqlens_q, cu_seqlens_k), **rest), "empty/*"),
+    "lse_to_the_base_2": (
+        lambda call, **rest: map_lse(call(**rest), lambda lse: lse * 1.4426950408889634), "lse/*"),
+    "lse_of_nothing_is_nan": (
+        lambda call, **rest: map_lse(call(**rest), lambda lse: lse.masked_fill(lse.isinf(), NAN)), "lse/empty-rows"),
     # lse requires a gradient that backward ignores, as in FlashAttention 2.
-    "lse_gradient_dropped": lambda call, **rest: map_lse(
-        call(**rest), lambda lse: with_gradient(lse, torch.zeros_like)),
-    "writes_to_q": lambda call, q, **rest: written(q, call(q=q.clone(), **rest)),
-    "strides_ignored": lambda call, q, k, v, **rest: call(*map(as_packed, (q, k, v)), **rest),
-    "exponentials_overflow": lambda call, return_attn_probs, **rest: overflowing(
-        call(return_attn_probs=True, **rest), return_attn_probs),
-    "dropout_not_scaled": lambda call, dropout_p, **rest: map_out(
-        call(dropout_p=dropout_p, **rest), lambda out: out * (1 - dropout_p)),
-    "dropout_ignored": lambda call, dropout_p, **rest: call(**rest),
-    "dropout_differs_in_backward": lambda call, v, **rest: call(
-        v=with_gradient(v, lambda dv: dv.roll(1, 0) if rest["dropout_p"] else dv), **rest),
-    "out_in_float64": lambda call, **rest: map_out(call(**rest), Tensor.double),
+    "lse_gradient_dropped": (lambda call, **rest: map_lse(
+        call(**rest), lambda lse: with_gradient(lse, torch.zeros_like)), "lse/gradient"),
+    "writes_to_q": (lambda call, q, **rest: written(q, call(q=q.clone(), **rest)), "inputs/unchanged"),
+    "strides_ignored": (lambda call, q, k, v, **rest: call(*map(as_packed, (q, k, v)), **rest), "inputs/slices"),
+    "exponentials_overflow": (lambda call, return_attn_probs, **rest: overflowing(
+        call(return_attn_probs=True, **rest), return_attn_probs), "inputs/large-scores"),
+    "dropout_not_scaled": (lambda call, dropout_p, **rest: map_out(
+        call(dropout_p=dropout_p, **rest), lambda out: out * (1 - dropout_p)), "dropout/*"),
+    "dropout_ignored": (lambda call, dropout_p, **rest: call(**rest), "dropout/*"),
+    "dropout_differs_in_backward": (lambda call, v, **rest: call(
+        v=with_gradient(v, lambda dv: dv.roll(1, 0) if rest["dropout_p"] else dv), **rest), "dropout/*"),
+    "out_in_float64": (lambda call, **rest: map_out(call(**rest), Tensor.double), "*"),
 }  # fmt: skip
-WRONG = {name: altered(change, name) for name, change in DEFECTS.items()}
+WRONG = {name: altered(change, name) for name, (change, _) in DEFECTS.items()}
 softcap_ignored = WRONG["softcap_ignored"]

@@ -112,9 +112,7 @@ def test_attention_that_is_no_kernel(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.blocks"]
-)
+@pytest.mark.parametrize("line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.forms"])
 def test_import_that_has_no_relative_form(line: str) -> None:
     with pytest.raises(ValueError, match=r"^a\.py imports tritonpack.*; write `from tritonpack import`"):
         list(hub_build._needs(line, "a.py"))

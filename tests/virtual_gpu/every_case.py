@@ -25,7 +25,7 @@ from tritonpack.testing import CASES
 
 
 def unreached(executable: Executable) -> Iterator[str]:
-    """What didn't run: the number of each line of the PTX, and the line of the source that it stems from."""
+    """The lines of the PTX that didn't run: the number of each, and the line of the source that it stems from."""
     text = executable.ptx.splitlines()
     files = dict(re.findall(r'\.file\s+(\d+) ".*?([^/"]*)"', executable.ptx))
     source, sources = "", []

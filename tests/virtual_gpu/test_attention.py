@@ -87,7 +87,7 @@ def forms(case: Case) -> Iterator[Case]:
         first = len(case.parents)
         added = (parent + first if parent >= 0 else parent for parent in parents_of([(-1, 200), (0, 100), (0, 100)]))
         case = replace(case, parents=(*case.parents, *added), seqlens=(*case.seqlens, LONG))
-    elif case.seqlens_k is not None:  # a tile then sees many keys of one document before those of the next
+    elif case.seqlens_k is not None:  # a tile then sees many keys of one document before the keys of the next
         case = replace(case, seqlens=(*case.seqlens, 20, LONG), seqlens_k=(*case.seqlens_k, 300, LONG))
     else:
         case = replace(case, seqlens=(*case.seqlens, LONG))

@@ -27,7 +27,7 @@ pytestmark = NEEDS
 
 
 class _HostIsCuda(TorchFunctionMode):
-    """Calls for the device "cuda" get host memory, which is that of the virtual GPU."""
+    """Calls for the device "cuda" get host memory, which the virtual GPU uses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {name: _on_host(value) for name, value in (kwargs or {}).items()}
@@ -68,7 +68,6 @@ FUNCTIONS: dict[str, Callable[[], None]] = {
     "bounds": test_gpu.test_validate_finds_bad_bounds_on_the_device,
     "waiting": test_gpu.test_nothing_waits_for_the_host,
     "isolation": test_gpu.test_a_change_in_a_document_changes_no_other_bit,
-    "patched": test_gpu.test_a_patched_model,
     **{name: partial(test_models.test_documents_stay_apart, name, BF16) for name in test_models.KINDS},
 }  # fmt: skip
 
@@ -83,7 +82,7 @@ def test_function(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.fast("llama")
 def test_a_training_step(name: str) -> None:
-    """Loss and gradients of a packed batch in bfloat16: as near to float32's as those of the backend in torch."""
+    """Loss and gradients of a packed batch in bfloat16: as near to float32's as the backend in torch comes."""
     model = zoo.tiny_model(name).to(torch.bfloat16)
     ids = torch.randint(10, zoo.VOCAB, (1, 150))
     places = torch.cat([torch.arange(n) for n in (90, 1, 40, 19)])[None]

@@ -69,7 +69,7 @@ def _built(make: Callable[[], BlockDiagonalMask]) -> dict[str, Tensor]:
     found = _tensors(mask) | {f"transposed {name}": x for name, x in _tensors(mask.transpose()).items()}
     for size in ((8, 512), (16, 16)):  # the shipped blocks, and such that lie within intervals
         with mock.patch.multiple(dense_mask, BLOCK_M=size[0], BLOCK_N=size[1]):
-            found |= {f"bool {size}": mask.to_dense(), f"bits {size}": mask.to_bits()}
+            found[f"bool {size}"] = mask.to_dense()
             found |= {f"{dtype} {size}": mask.to_dense(dtype, additive=True) for dtype in DTYPES}
     if mask.query_stop is None:
         tables = tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True))

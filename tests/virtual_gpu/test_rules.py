@@ -31,7 +31,7 @@ PROLOGUE = """{
   add.s64 %rd5, %rd2, %rd3;  // and of out
   mov.b32 %r3, global_smem;
   add.s32 %r4, %r3, %r2;     // and of shared memory
-  xor.b32 %r5, %r4, 128;     // that of a thread of the next warp, or of the warp before
+  xor.b32 %r5, %r4, 128;     // a thread's place in the next warp, or in the warp before
   setp.eq.u32 %p1, %r1, 0;
   setp.lt.u32 %p2, %r1, 5;
 """
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
     @property
     def ptx(self) -> tuple[str, str]:
-        """What breaks the rule, and what keeps it."""
+        """Return PTX that breaks the rule, and PTX that keeps it."""
         broken, kept = (re.sub(r"<(.*?)\|(.*?)>", which, self.text) for which in (r"\1", r"\2"))
         return broken, kept
 

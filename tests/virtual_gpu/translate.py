@@ -125,7 +125,7 @@ class Translator:
         return self._registers[name]
 
     def _source(self, text: str, size: int) -> int:
-        """The offset of an operand of so many bytes: a register, of which it may be the lower part, or a constant."""
+        """The offset of an operand of `size` bytes: a register, of which it may be the lower part, or a constant."""
         if text in SPECIAL and size == 4:
             return SPECIAL[text] * 128
         if text in ("%tid.y", "%tid.z"):

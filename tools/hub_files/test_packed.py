@@ -35,7 +35,7 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_equal_each_document_alone(causal: bool) -> None:
-    """The error against float64 is at most twice that of torch's float32, and 8 units in the last place."""
+    """The error against float64 is at most twice the error of torch's float32, and 8 units in the last place."""
     results = []
     for run, dtype in ((packed, torch.float32), (alone, torch.float32), (alone, torch.float64)):
         q, k, v, dout = (x.detach().to(dtype).requires_grad_() for x in tensors(4, 2, 2, 4))

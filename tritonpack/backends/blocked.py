@@ -27,7 +27,7 @@ from tritonpack.backends.dropout import keep_mask
 from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.blocks import aligned, cut, relation
+from tritonpack.masks.forms import aligned, cut, relation
 from tritonpack.options import AttentionOptions
 
 BLOCK_ROWS = 128
@@ -343,7 +343,7 @@ def _scores(
     by_head = scores.unflatten(1, (-1, group))  # [n, queries, heads of a group, k], a view
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        places = keys if mask.places is None else mask.places[block.keys]
+        places = keys if mask.key_places is None else mask.key_places[block.keys]
         distance = (mask.diagonal[queries, None] - places).abs()
         slopes = options.alibi_slopes.expand(mask.num_queries, -1)[queries].unflatten(1, (-1, group))
         by_head -= slopes.transpose(0, 1)[..., None] * distance[:, None]

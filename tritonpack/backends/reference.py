@@ -104,7 +104,10 @@ def masked_scores(
         capped = torch.tanh(scores / options.softcap)
         scores, slope = options.softcap * capped, 1 - capped**2
     if options.alibi_slopes is not None:
-        scores = scores - (options.alibi_slopes.T[..., None] * mask.distances()).to(scores.dtype)
+        assert mask.diagonal is not None
+        places = torch.arange(mask.num_keys, device=q.device) if mask.key_places is None else mask.key_places
+        distances = (mask.diagonal[:, None] - places).abs()
+        scores = scores - (options.alibi_slopes.T[..., None] * distances).to(scores.dtype)
     return scores.masked_fill(~mask.to_dense(), float("-inf")), slope
 
 

@@ -19,7 +19,7 @@ from tritonpack import kernels
 from tritonpack.backends.tile_table import Cut, bounds_for_kernels, capacity, cut_rows
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.blocks import aligned, cut, relation
+from tritonpack.masks.forms import aligned, cut, relation
 
 
 def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tensor]:

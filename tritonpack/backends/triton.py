@@ -217,7 +217,7 @@ def _common_arguments(
         "num_queries": q.shape[0],
         "num_keys": k.shape[0] if mask.is_tree else None,
         "diagonal_ptr": None if slopes is None else mask.diagonal,
-        "places_ptr": None if slopes is None else mask.places,
+        "places_ptr": None if slopes is None else mask.key_places,
         "alibi_ptr": slopes,
         "stride_at": slope_strides[0],
         "stride_ah": slope_strides[1],

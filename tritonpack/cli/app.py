@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
 import tritonpack
-from tritonpack.removed import COMMANDS
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
-
-
-def _integer(smallest: int, largest: int, *names: str, help: str) -> Any:
-    """An option for an integer. Its message says what was given and what is allowed; typer's doesn't."""
-
-    def parse(given: str | int) -> int:
-        if re.fullmatch(r"[+-]?[0-9]+", str(given)) and smallest <= int(given) <= largest:
-            return int(given)
-        raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {given}.")
-
-    return Option(*names, help=f"{help} From {smallest} to {largest}.", parser=parse, metavar="<int>")
-
 
 # Options that several commands have.
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
-CapacityOption = Annotated[int, _integer(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
-SeedOption = Annotated[int, _integer(0, 2**63 - 1, help="Decides the random order.")]
+CapacityOption = Annotated[int, Option(min=1, max=2**30, help="Tokens of a row, which one GPU takes per step.")]
+SeedOption = Annotated[int, Option(min=0, max=2**63 - 1, help="Decides the random order.")]
 OverlongOption = Annotated[
     Literal["error", "truncate", "split", "drop"], Option(help="What to do with documents longer than --capacity.")
 ]
 
-# Python arguments in messages of tritonpack.packing, such as tail='keep' or columns=input_ids,labels.
-_ARGUMENTS = re.compile(r"\b(objective|overlong|tail|columns|split|out)=('?[\w./-]+(?:,\w+)*'?(?:(?:, | or )'\w+')*)")
 
-
-def _print_version(asked: bool) -> None:
-    if asked:
+@app.callback(invoke_without_command=True)
+def common(version: Annotated[bool, Option("--version", help="Print the version and stop.")] = False) -> None:
+    """Packed (padding-free) training of language models."""
+    if version:
         typer.echo(f"tritonpack {tritonpack.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def common(
-    _: Annotated[
-        bool, Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Packed (padding-free) training of language models."""
 
 
 @app.command()
@@ -79,8 +52,7 @@ def check_backend(
     if list_:
         typer.echo("\n".join(one.name for one in conformance.checks(only or ["*"], skip or [])))
         raise typer.Exit
-    passed = examine(function, device, dtype or [], only or ["*"], skip or [], json)
-    raise typer.Exit(int(not passed))
+    raise typer.Exit(int(not examine(function, device, dtype or [], only or ["*"], skip or [], json)))
 
 
 @app.command()
@@ -109,7 +81,7 @@ def plan(
         "document: whole numbers in a .txt or .npy file, or these or lists of token ids in .json, .jsonl, .parquet, "
         ".csv.")],
     capacity: CapacityOption,
-    num_ranks: Annotated[int, _integer(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
+    num_ranks: Annotated[int, Option("--ranks", min=1, max=2**16, help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
     objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
         "squared lengths (attention's load) or tokens.")] = "quadratic",
@@ -131,20 +103,20 @@ def plan(
 
 @app.command()
 def pack(
-    dataset: Annotated[str, Argument(metavar="DATASET", help="A folder of save_to_disk; a file, a folder or a pattern "
-        "of .arrow, .parquet or .jsonl files; a name on the Hub.")],
+    dataset: Annotated[str, Argument(metavar="DATASET", help="A folder of save_to_disk; or a file, a folder or a "
+        "pattern of .arrow, .parquet or .jsonl files.")],
     capacity: CapacityOption,
-    out: Annotated[Path, Option(help="Folder for the rows: new, empty, or of a command that was interrupted.")],
+    out: Annotated[Path, Option(file_okay=False, help="Folder for the rows: new, empty, or of a command that was "
+        "interrupted.")],
     split: Annotated[str | None, Option(help="The split, of a dataset with several.")] = None,
     columns: Annotated[str | None, Option(show_default="all", help="Columns with one value per token that rows keep, "
         "such as input_ids,labels.")] = None,
     overlong: OverlongOption = "error",
-    algorithm: Annotated[Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"], Option(help="How "
-        "documents are chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")
-                         ] = "best_fit_decreasing",
+    algorithm: Annotated[Literal["best_fit_decreasing", "best_fit", "next_fit"], Option(help="How documents are "
+        "chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, _integer(1, 1024, help="Processes.")] = 1,
+    jobs: Annotated[int, Option(min=1, max=1024, help="Processes.")] = 1,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.
@@ -168,32 +140,3 @@ def doctor(json: JsonOption = None) -> None:
     from tritonpack.cli.doctor import examine
 
     raise typer.Exit(int(not examine(json)))
-
-
-def run(arguments: Sequence[str] | None) -> NoReturn:
-    """Run one command line.
-
-    Raises:
-        SystemExit: with the exit code of the command; 1 if output can't be written, or for another error of the system;
-            2 for a wrong command line, 130 for Ctrl-C.
-    """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        words = [argument.partition("=")[0] for argument in arguments]
-        for removed in (*words[:1], *(f"{words[0]} {word}" for word in words[1:])):
-            if removed in COMMANDS:
-                raise ValueError(f"tritonpack {removed} was removed: {COMMANDS[removed]}")
-        app(arguments or ["--help"], prog_name="tritonpack")
-    except ModuleNotFoundError as error:
-        _fail(2, f"this needs {error.name}, which isn't installed; pip install {error.name}")
-    except ValueError as error:
-        _fail(2, _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", str(error)))
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left of the output when it ends
-        _fail(1, str(error))
-    sys.exit()
-
-
-def _fail(code: int, text: str) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(code)

@@ -24,7 +24,7 @@ from tritonpack.testing import check_isolation
 
 EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for "leak" and "unknown"; 2 is a wrong command line
 # transformers' auto classes, in the order in which a model is looked for.
-_AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
+_AUTO = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel)
 
 
 class Result(NamedTuple):
@@ -33,20 +33,16 @@ class Result(NamedTuple):
     verdict: str
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.verdict}: {self.reason}"
-
 
 def examine(*, model: str, weights: bool, device: str, trust_remote_code: bool, json: Path | None) -> int:
     """Check a model, print the results, and write them as JSON; returns the exit code.
 
-    The arguments are the command's options. Without `weights` the model is built on the meta device: what is said then
-    is what the tests of tritonpack have shown of its class.
+    Without `weights` the model is built on the meta device, and the result is what our tests have shown of its class.
     """
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: nothing runs without them")
     where = resolve_device(device)
-    require_writable(json, inputs=[Path(model)])
+    require_writable(json, read=Path(model))
     with quiet(), Console(stderr=True).status(f"checking {escape(model)}"):
         built = load_model(model, where if weights else None, trust_remote_code)
         stock = _run(built) if weights else None
@@ -56,8 +52,8 @@ def examine(*, model: str, weights: bool, device: str, trust_remote_code: bool, 
         "model": model,
         "class": f"{kind} in {dtype}",
         "patch": report or "none",
-        "stock transformers": stock and str(stock),
-        "tritonpack": str(patched),
+        "stock transformers": stock and ": ".join(stock),
+        "tritonpack": ": ".join(patched),
     })  # fmt: skip
     write_json(json, {
         "model": model, "weights": weights, "model_type": built.config.model_type, "class": kind, "dtype": dtype,
@@ -114,33 +110,20 @@ def load_model(name: str, device: torch.device | None, trust_remote_code: bool) 
     if device is not None and path.is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     with _errors_as_one_line(f"the model {name} can't be {'built' if device is None else 'loaded'}"):
-        kind = _class_of(config, trust_remote_code)
-        own = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
+        own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}  # the model brings its own code
+        kinds = [auto for auto in _AUTO if auto.__name__ in own]
+        kinds += [getattr(transformers, one) for one in (config.architectures or ())[:1] if not kinds]
+        kinds += [auto._model_mapping[type(config)] for auto in _AUTO if type(config) in auto._model_mapping]
+        if not kinds:
+            raise ValueError(f"transformers has no model for a {type(config).__name__}")
+        kind, options = kinds[0], {} if kinds[0] not in _AUTO else {"trust_remote_code": True}
         if device is not None:
-            model = kind.from_pretrained(source, config=config, dtype="auto", **own).to(device).eval()
+            model = kind.from_pretrained(source, config=config, dtype="auto", **options).to(device).eval()
         else:
             with torch.device("meta"):
-                model = kind.from_config(config, **own) if own else kind(config)
+                model = kind.from_config(config, **options) if options else kind(config)
     use_eager_if_sdpa_differs(model)
     return model
-
-
-def _class_of(config: Any, trust_remote_code: bool) -> Any:
-    """The class that a configuration names, else the one of transformers' auto classes for it.
-
-    It is an auto class if the model brings its own code.
-    """
-    own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
-    autos = [getattr(transformers, name) for name in _AUTO]
-    for auto in autos:
-        if auto.__name__ in own:
-            return auto
-    if config.architectures:
-        return getattr(transformers, config.architectures[0])
-    found = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
-    if not found:
-        raise ValueError(f"transformers has no model for a {type(config).__name__}")
-    return found[0]
 
 
 @contextmanager

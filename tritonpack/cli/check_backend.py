@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -24,10 +25,7 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them as JSON; returns whether one passed, none failed.
-
-    The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
-    """
+    """Run the checks, print a table, and write the results as JSON; returns whether one passed and none failed."""
     require_writable(path)
     for name in dtypes:
         check_choice(name, ("float32", "float16", "bfloat16"), "--dtype")
@@ -38,16 +36,12 @@ def examine(
     for one in report.results:
         rows.add_row(one.check, one.dtype, f"[{_STYLES[one.outcome]}]{one.outcome}[/]", escape(one.detail))
     console_beside(path).print(rows, escape(report.summary()), sep="\n")
-    write_json(path, report.as_dict())
+    write_json(path, asdict(report) | {"passed": report.passed})
     return report.passed
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names; the module may lie in the working directory.
-
-    Raises:
-        ValueError: the module can't be imported, or has no such function.
-    """
+    """The function that "module:function" names; the module may lie in the working directory."""
     if not all(name.partition(":")):
         raise ValueError(f"name the function as module:function, such as flash_attn:flash_attn_func; got {name!r}")
     if os.getcwd() not in sys.path:

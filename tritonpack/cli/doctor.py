@@ -9,13 +9,11 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 from unittest import SkipTest
 
 import torch
@@ -30,28 +28,20 @@ from tritonpack.errors import BackendUnavailableError
 from tritonpack.packing.lengths import count
 
 # The oldest version of each package that works, as in pyproject.toml.
-OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": "1.24", "numba": "0.61"}
+OLDEST = {"torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": "1.24", "numba": "0.61"}
 NEWEST_TRANSFORMERS = "5.24"  # the newest that the tests ran with
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
-# Cases of `tritonpack.testing`: on every machine, and a second or two each in Triton's interpreter.
-_CASES = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
+# Cases of `tritonpack.testing`, and those that take a second or two each in Triton's interpreter.
+_CASES = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64", "head-dim-128")
 _INTERPRETED = ("multi-query", "cross-more-queries")
-
-
-class Finding(NamedTuple):
-    """The outcome of a check ("right", "wrong", "warning", "not here"), with figures, or the reason and the remedy."""
-
-    what: str
-    outcome: str
-    detail: str
-    seconds: float
 
 
 def examine(path: Path | None = None) -> bool:
     """Print versions, the device and the result of each check, and write them as JSON; returns whether all is right."""
     machine.require_writable(path)
-    facts = {"tritonpack": tritonpack.__version__, "system": f"{platform.system()} {platform.machine()}"}
-    facts |= {name: version or "not installed" for name, version in _versions().items()}
+    facts = {"tritonpack": tritonpack.__version__, "system": f"{platform.system()} {platform.machine()}",
+             "python": platform.python_version()}  # fmt: skip
+    facts |= {name: machine.installed_version(name) or "not installed" for name in OLDEST}
     facts["device"] = f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
@@ -60,47 +50,37 @@ def examine(path: Path | None = None) -> bool:
     machine.print_grid(console, facts)
 
     torch.set_num_threads(1)  # the tensors are tiny
-    findings, rows = [], Table("what", "here", "seconds", "")
+    found, rows = {}, Table("what", "here", "")
     with Console(stderr=True).status("") as status:
         for what, check in CHECKS.items():
             status.update(what)
-            findings.append(one := run_check(what, check))
-            outcome = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
-            rows.add_row(one.what, outcome, f"{one.seconds:.1f}", escape(one.detail))
-    named = {outcome: ", ".join(f.what for f in findings if f.outcome == outcome) for outcome in _STYLES}
-    sentences = {
-        "Something should work here and doesn't": named["wrong"],
-        "Not on this machine": named["not here"],
-        "Mind the warnings": named["warning"],
-    }
-    said = [f"{sentence}: {names}." for sentence, names in sentences.items() if names]
-    passed = not named["wrong"]
-    console.print(rows, escape(" ".join([*["Everything that can run here is right."] * passed, *said])), sep="\n")
-    machine.write_json(path, {"passed": passed, "facts": facts, "findings": [one._asdict() for one in findings]})
-    return passed
+            outcome, detail = found[what] = run_check(check)
+            rows.add_row(what, f"[{_STYLES[outcome]}]{outcome}[/]", escape(detail))
+    wrong = ", ".join(what for what, (outcome, _) in found.items() if outcome == "wrong")
+    verdict = f"Something should work here and doesn't: {wrong}." if wrong else "Everything that can run here is right."
+    console.print(rows, escape(verdict), sep="\n")
+    findings = [{"what": what, "outcome": outcome, "detail": detail} for what, (outcome, detail) in found.items()]
+    machine.write_json(path, {"passed": not wrong, "facts": facts, "findings": findings})
+    return not wrong
 
 
-def run_check(what: str, check: Callable[[], str]) -> Finding:
-    """Run a check; an exception of any kind becomes a finding, so that the other checks still run."""
-    begin = time.perf_counter()
+def run_check(check: Callable[[], str]) -> tuple[str, str]:
+    """The outcome of a check, a key of `_STYLES`, with figures, or the reason and the remedy."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome, detail = "right", check()
-    except (SkipTest, UserWarning) as error:
-        outcome, detail = "not here" if isinstance(error, SkipTest) else "warning", str(error)
-    except Exception as error:
-        outcome, detail = "wrong", f"{type(error).__name__}: {error}"
-    return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))
-
-
-def _versions() -> dict[str, str | None]:
-    return {name: platform.python_version() if name == "python" else machine.installed_version(name) for name in OLDEST}
+            return "right", check()
+    except SkipTest as error:
+        return "not here", str(error)
+    except UserWarning as error:
+        return "warning", str(error)
+    except Exception as error:  # so that the other checks still run
+        return "wrong", f"{type(error).__name__}: {error}"
 
 
 def versions() -> str:
     """Compare the versions of packages with the oldest that work, and transformers with the newest that was tested."""
-    found = {name: version for name, version in _versions().items() if version}
+    found = {name: version for name in OLDEST if (version := machine.installed_version(name))}
     old = {name: version for name, version in found.items() if _minor(version) < _minor(OLDEST[name])}
     if old:
         wanted = " ".join(f"'{name}>={OLDEST[name]}'" for name in old)
@@ -140,18 +120,11 @@ def attention(backend: Backend) -> str:
         used = resolve_backend(backend, torch.empty(1, 1, 16, device=device))
     except BackendUnavailableError as error:
         raise SkipTest(str(error)) from error
-    if backend == "auto":
-        double = resolve_backend("auto", torch.empty(1, 1, 16, device=device, dtype=torch.float64))
-        return f"backend='auto' uses {used} here, and {double} for float64"
-    names: tuple[str, ...] = _CASES
-    dtypes, how = [torch.float32, torch.bfloat16], f"on {device.type}"
+    names, dtypes, how = tuple(_CASES), [torch.float32, torch.bfloat16], f"by {used} on {device.type}"
     if backend == "triton" and device.type == "cpu":
         names, dtypes, how = _INTERPRETED, [torch.float32], "in Triton's interpreter"
-    elif backend == "triton":
-        from tritonpack.kernels.tile_shapes import current_arch
-
-        names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(device)}"
-        dtypes = dtypes if has_matrix_products(device) else [torch.float32]
+    elif backend == "triton" and not has_matrix_products(device):
+        dtypes = [torch.float32]
     cases = [case for case in CASES if case.name in names]
     found = [check_backend(make_inputs(case, dtype, device), backend) for case in cases for dtype in dtypes]
     largest = max(e.backend[key] / limit for e in found for key, limit in e.allowed.items() if limit)

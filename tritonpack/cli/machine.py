@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 STANDARD_OUTPUT = Path("-")  # for JSON
 
@@ -35,18 +38,13 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def console_beside(path: Path | None) -> Any:
+def console_beside(path: Path | None) -> Console:
     """rich's console for tables and sentences: standard output, or standard error if that gets the JSON."""
-    from rich.console import Console
-
     return Console(stderr=path == STANDARD_OUTPUT, highlight=False)
 
 
-def print_grid(console: Any, rows: Mapping[str, str | None]) -> None:
+def print_grid(console: Console, rows: Mapping[str, str | None]) -> None:
     """Print names and what belongs to each, in two columns; a name without anything is left out."""
-    from rich.markup import escape
-    from rich.table import Table
-
     grid = Table.grid(padding=(0, 2))
     for name, what in rows.items():
         if what:
@@ -59,22 +57,17 @@ def percent(share: float) -> str:
     return "100" if share == 1 else f"{min(100 * share, 99.99):.2f}"
 
 
-def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:
-    """Check before the work that results can be written to `path`, and make its folder.
-
-    Args:
-        path: the file; None or "-" (standard output) needs no check.
-        option: the name of the option in messages.
-        inputs: files that the command reads.
+def require_writable(path: Path | None, option: str = "--json", read: Path | None = None) -> None:
+    """Check before the work that results can be written to `path`, the value of `option`, and make its folder.
 
     Raises:
-        ValueError: the folder can't be made or is read-only, or `path` is one of `inputs`.
+        ValueError: the folder can't be made or is read-only, or `path` is `read`, a file that the command reads.
     """
     if path is None or path == STANDARD_OUTPUT:
         return
     try:
-        if path.resolve() in [other.resolve() for other in inputs]:
-            raise OSError(0, f"the command reads {path.resolve().name}, which would be lost")
+        if read is not None and path.resolve() == read.resolve():
+            raise OSError(0, f"the command reads {read.name}, which would be lost")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.is_file():  # and no device or pipe
             tempfile.TemporaryFile(dir=path.resolve().parent).close()

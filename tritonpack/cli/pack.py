@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import os
 import shutil
-from contextlib import suppress
+from bisect import bisect_right
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from tritonpack.cli.documents import open_documents
 from tritonpack.cli.machine import console_beside, percent, print_grid, require_writable, write_json
 from tritonpack.errors import OutputError
-from tritonpack.packing.columns import LEARNED
+from tritonpack.packing.collator import LEARNED
 from tritonpack.packing.lengths import count
-from tritonpack.packing.rows import choose_columns, packed_dataset
+from tritonpack.packing.rows import Place, choose_columns, packed_dataset
 
+# The endings of files that are read -> the kind, as `datasets.load_dataset` names it.
+KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json"}
 _SHARD_BYTES = 128 * 2**20  # of a file of rows, about
 _CACHE = ".packing"  # a folder of the rows that holds what is done, until they are complete
 
@@ -38,10 +43,7 @@ def examine(
         raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
     if out.exists() and not cache.exists() and any(out.iterdir()):
         raise ValueError(f"out={out} isn't empty; name another folder, or remove it.")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} can't be made: {error.strerror}; name another folder") from error
+    require_writable(cache / "rows.arrow", "--out")
     asked = None if columns is None else [name.strip() for name in columns.split(",")]
     try:
         documents, place = open_documents(dataset, split, cache)
@@ -56,7 +58,7 @@ def examine(
         rows.save_to_disk(str(out), max_shard_size=_SHARD_BYTES, num_proc=processes)
     except ValueError:
         shutil.rmtree(cache)
-        with suppress(OSError):  # it holds more
+        if not any(out.iterdir()):
             out.rmdir()
         raise
     except OSError as error:
@@ -83,3 +85,69 @@ def examine(
         "lower_bound": packing.lower_bound, "efficiency": packing.efficiency, "report": asdict(report),
         "columns": rows.column_names, "labels_from": learned, "left_out": left_out,
     })  # fmt: skip
+
+
+def open_documents(name: str, split: str | None, cache: Path) -> tuple[datasets.Dataset, Place]:
+    """The documents, and where each is. Parquet and JSON lines are copied into files of Arrow in `cache`.
+
+    Raises:
+        ValueError: they can't be read, or there are none.
+        OSError: the disk is full.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and not glob.has_magic(name):
+        hub = "download a dataset of the Hub first: datasets.load_dataset(name, split=...).save_to_disk(folder)"
+        raise ValueError(f"there is no file or folder {name}; {hub}.")
+    if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        found = _read(str(path), cache)
+        splits: dict[Any, Any] = found if isinstance(found, datasets.DatasetDict) else {None: found}
+        if split not in splits:
+            has = f"no splits; leave out --split {split}"
+            if None not in splits:
+                has = f"the splits {', '.join(sorted(splits))}; name one of them by --split; got {split!r}"
+            raise ValueError(f"{path} has {has}.")
+        return splits[split], lambda number: f"{number} of {name}"
+    if split is not None:
+        raise ValueError(f"{name} has no splits; leave out --split {split}, or name the split's files.")
+    parts = {file: part for file in _files(path) if (part := _read(file, cache))}
+    if not parts:
+        raise ValueError(f"{name} holds no document.")
+    starts = [0, *accumulate(map(len, parts.values()))]
+    documents = datasets.concatenate_datasets(list(parts.values()))
+
+    def place(number: int) -> str:
+        part = bisect_right(starts, number) - 1
+        return f"{number - starts[part]} of {list(parts)[part]}"
+
+    return documents, place
+
+
+def _files(path: Path) -> list[str]:
+    """The file, the files of a folder, or those that a pattern names."""
+    if path.is_dir():
+        files = [str(file) for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir()]
+    else:
+        files = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+    endings = {Path(file).suffix.lower() for file in files}
+    kinds = {KINDS.get(ending) for ending in endings}
+    if len(kinds) != 1 or None in kinds:
+        given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"
+        raise ValueError(f"{path} has {given}; name files of one format: {', '.join(KINDS)}.")
+    return sorted(files)
+
+
+def _read(file: str, cache: Path) -> Any:
+    """The documents of a file; or the dataset, or its splits, in a folder of save_to_disk."""
+    kind = KINDS.get(Path(file).suffix.lower())
+    try:
+        if os.path.isdir(file):
+            return datasets.load_from_disk(file)
+        if kind == "arrow":
+            return datasets.Dataset.from_file(file)
+        return datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
+    except Exception as error:  # of datasets or pyarrow, of many kinds by the format
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
+            raise cause from None
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise ValueError(f"{file} can't be read: {reason.rstrip('.')}. Write it again.") from error

@@ -1,9 +1,8 @@
 """FlashAttention's functions, computed by tritonpack, for training code that calls them.
 
-The functions here are FlashAttention-2's. `fa3` and `fa4` have the functions of FlashAttention-3
-(`flash_attn_interface`) and FlashAttention-4 (`flash_attn.cute`), `torch_varlen_attn` is torch's function, and
-`install()` lets packages that import `flash_attn` use tritonpack. `fa2` describes the common parameters;
-docs/features.md says where conventions differ.
+The functions here are FlashAttention-2's, and `fa2` describes their parameters. `fa3` and `fa4` have the functions of
+FlashAttention-3 and FlashAttention-4, `torch_varlen_attn` is torch's function, and `install()` lets packages that
+import `flash_attn` use tritonpack. docs/features.md says where conventions differ.
 
 >>> import torch
 >>> q = k = v = torch.ones(5, 2, 16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.checks import MASKS, describe, is_length, plain_int, require
+from tritonpack.checks import MASKS, describe, require
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
@@ -32,7 +32,7 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen) bool or integers, 1 for tokens and 0 for padding.
-        unused_mask: (batch, seqlen), 1 for places that are kept but don't count.
+        unused_mask: (batch, seqlen), 1 for padding that is kept but doesn't count.
 
     Returns:
         hidden_states (total, ...); the indices (total,) of its rows in the flattened batch; cu_seqlens (batch + 1,)
@@ -41,22 +41,20 @@ def unpad_input(
     Raises:
         ValueError: other shapes, dtypes or numbers.
     """
-    shape = getattr(hidden_states, "shape", ())[:2]
-    if len(shape) < 2:
+    if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
         raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
-    for name, mask in {"unused_mask": unused_mask, "attention_mask": attention_mask}.items():
-        if mask is None and name == "unused_mask":
-            continue
-        if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS:
-            raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")
-        require(
-            ((mask == 0) | (mask == 1)).all(),
-            f"{name} must hold 0 and 1; other numbers tell no documents apart here. Lay documents end to end and pass "
-            "their cu_seqlens instead.",
-        )
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
+    shape, masks = hidden_states.shape[:2], [attention_mask, *([] if unused_mask is None else [unused_mask])]
+    if not all(isinstance(mask, Tensor) and mask.shape == shape and mask.dtype in MASKS for mask in masks):
+        given = " and ".join(map(describe, masks))
+        raise ValueError(f"attention_mask and unused_mask must be bool or integer {tuple(shape)}; got {given}.")
+    numbers = torch.stack([mask.to(torch.int64) for mask in masks])
+    kept = numbers.sum(0)
+    require(
+        (numbers >= 0).all() & (kept <= 1).all(),
+        "attention_mask must hold 0 and 1, and unused_mask may be 1 where it holds 0. Other numbers tell no documents "
+        "apart here; lay documents end to end and pass their cu_seqlens instead.",
+    )
+    lengths, indices = kept.sum(-1, dtype=torch.int32), kept.flatten().nonzero().flatten()
     return (
         index_first_axis(hidden_states.flatten(0, 1), indices),
         indices,
@@ -67,20 +65,5 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The padded batch (batch, seqlen, ...) of a stream (total, ...) from `unpad_input`, with zeros for padding.
-
-    Raises:
-        ValueError: indices that don't fit; on an accelerator an assertion checks them.
-    """
-    tensors = all(isinstance(x, Tensor) and x.ndim for x in (hidden_states, indices))
-    fits = tensors and indices.shape == hidden_states.shape[:1] and indices.dtype == torch.int64
-    if not fits or not all(is_length(plain_int(size)) for size in (batch, seqlen)):
-        raise ValueError(
-            "pad_input takes hidden_states (total, ...), int64 indices (total,), and integers batch and seqlen; got "
-            f"{describe(hidden_states)}, {describe(indices)}, {describe(batch)} and {describe(seqlen)}."
-        )
-    require(
-        ((indices >= 0) & (indices < batch * seqlen)).all(),
-        lambda: f"indices must lie in 0..{batch * seqlen - 1}, the places of {batch} x {seqlen}.",
-    )
+    """The padded batch (batch, seqlen, ...) of a stream (total, ...) from `unpad_input`, with zeros for padding."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

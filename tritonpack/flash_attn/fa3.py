@@ -1,24 +1,22 @@
 """FlashAttention-3's functions (`flash_attn_interface`), with its parameters and its return values.
 
-They differ from FlashAttention-2's: there is no dropout and no ALiBi, and `return_attn_probs=True` returns
-(out, softmax_lse), with softmax_lse -inf in rows that see nothing. `num_splits`, `pack_gqa`, `sm_margin` and
-`deterministic` don't change results and are ignored. `attention_chunk` limits a query to the chunk of its own place,
-counted from its document's first key. `seqused_q` and `seqused_k` are (batch,) integers, how many rows of each document
-count, from its first; the other rows give zeros, get zero gradients and may hold anything. `qv` and the descale factors
-of 8-bit inputs aren't supported. `s_aux` (sinks) and `backend`, only by keyword, are as in `tritonpack.flash_attn`.
+Shapes, options and errors are as in `tritonpack.flash_attn.fa2`, `s_aux` and `backend` included. But there is no
+dropout and no ALiBi, and `return_attn_probs=True` returns (out, softmax_lse), with softmax_lse -inf in rows that see
+nothing. `attention_chunk` limits a query to the chunk of its own place, counted from its document's first key.
+`seqused_q` and `seqused_k` are (batch,) integers, how many rows of each document count, from its first; the other rows
+give zeros, get zero gradients and may hold anything. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic` change
+no result and are ignored. `qv` and the descale factors of 8-bit inputs aren't supported.
 
 Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from tritonpack.backends import Backend
-from tritonpack.checks import Window, check_flag
-from tritonpack.flash_attn.adapter import attention
+from tritonpack.checks import Window
+from tritonpack.flash_attn.adapter import attention, unpacked
 from tritonpack.flash_attn.fa2 import flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -33,12 +31,8 @@ def flash_attn_func(
     deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Result:  # fmt: skip
-    """Attention over a batch of rows of one length.
-
-    q is (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
-    headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
-    """
-    return _call(locals())
+    """Attention over a batch of rows of one length."""
+    return attention(locals())
 
 
 def flash_attn_qkvpacked_func(
@@ -47,12 +41,11 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
     return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
 ) -> Result:  # fmt: skip
-    """`flash_attn_func` of one tensor.
-
-    It is (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of q,
-    then of k, then of v.
-    """
-    return _call(locals())
+    """`flash_attn_func` of one tensor (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 *
+    nheads_k, headdim): the heads of q, then of k, then of v."""
+    arguments = locals()
+    parts = unpacked(arguments.pop("qkv"), 3, arguments.pop("num_heads_q"))
+    return attention(dict(zip("qkv", parts, strict=True)) | arguments)
 
 
 def flash_attn_varlen_func(
@@ -63,15 +56,5 @@ def flash_attn_varlen_func(
     softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
     sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
 ) -> Result:  # fmt: skip
-    """Attention over documents laid end to end.
-
-    q is (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k, nheads_k, headdim_v). Returns out
-    (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q)).
-    """
-    return _call(locals())
-
-
-def _call(arguments: dict[str, Any]) -> Result:
-    with_lse = check_flag(arguments.pop("return_attn_probs"), "return_attn_probs")
-    out, lse = attention(arguments)
-    return (out, lse) if with_lse else out
+    """Attention over documents laid end to end."""
+    return attention(locals())

@@ -1,12 +1,10 @@
 """FlashAttention-4's functions (`flash_attn.cute`), with its parameters and its return values.
 
-They differ from FlashAttention-2's: they always return (out, lse), with lse -inf in rows that see nothing; None in a
-window means no limit; sinks are `learnable_sink`, (nheads,) and differentiable; `qv` has the place of
-FlashAttention-2's first offsets; without offsets rows are a batch, (batch, seqlen, heads, headdim). `num_splits`,
-`pack_gqa`, `deterministic`, `min_seqlen_k` and the parameters of schedulers don't change results and are ignored. `qv`,
-`gather_kv_indices`, `page_table`, `score_mod`, `mask_mod` and block sparsity aren't supported. `backend`, only by
-keyword, is as in `tritonpack.flash_attn`. They raise ValueError for shapes, dtypes, devices or options that don't fit
-or aren't supported.
+Shapes, options and errors are as in `tritonpack.flash_attn.fa2`. But they always return (out, lse), with lse -inf in
+rows that see nothing; None in a window means no limit; sinks are `learnable_sink`, (nheads,) and differentiable; `qv`
+has the place of FlashAttention-2's first offsets. `seqused_q` and `seqused_k` are as in FlashAttention-3. `num_splits`,
+`pack_gqa`, `deterministic`, `min_seqlen_k` and the parameters of schedulers change no result and are ignored. `qv`,
+`gather_kv_indices`, `page_table`, `score_mod`, `mask_mod` and block sparsity aren't supported.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py, commit 0251105.
 """
@@ -18,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.backends import Backend
-from tritonpack.flash_attn.adapter import attention, read_window
+from tritonpack.flash_attn.adapter import attention
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -33,11 +31,7 @@ def flash_attn_func(
     mask_mod: None = None, aux_tensors: None = None, aux_scalars: None = None, block_sparse_tensors: None = None,
     block_sparse_tensors_bwd: None = None, return_lse: bool = False, *, backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over a batch of rows of one length.
-
-    q is (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
-    headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) float32.
-    """
+    """Attention over a batch of rows of one length."""
     return _call(locals())
 
 
@@ -52,21 +46,13 @@ def flash_attn_varlen_func(
     aux_scalars: None = None, return_lse: bool = False, scheduler_metadata: Any = None,
     seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False, *, backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over documents laid end to end, or over a batch whose rows count in part.
-
-    q is (total_q, nheads, headdim) with `cu_seqlens_q`, else (batch, seqlen_q, nheads, headdim); k and v are (total_k,
-    nheads_k, headdim or headdim_v) with `cu_seqlens_k`, else (batch, ...). The offsets are (batch + 1,) int32 or int64
-    on q's device. `seqused_q` and `seqused_k`, (batch,) integers, say how many rows of each document count, from its
-    first. Returns out in the shape of q with headdim_v, and lse (nheads, total_q) or (batch, nheads, seqlen_q) float32.
-    """
+    """Attention over documents laid end to end. Without `cu_seqlens_q` q is (batch, seqlen_q, nheads, headdim), without
+    `cu_seqlens_k` k and v are (batch, seqlen_k, nheads_k, headdim)."""
     return _call(locals())
 
 
 def _call(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     sides = arguments["window_size"]
-    read_window(sides)
-    if sum(side is not None and side < 0 for side in sides) == 1:  # FlashAttention-4 moves the window
-        raise ValueError(
-            f"window_size must be (left, right) of at least 0, or None for a side without limit; got {sides!r}."
-        )
+    if isinstance(sides, (tuple, list)) and list(sides).count(-1) == 1:  # FlashAttention-4 moves the window
+        raise ValueError(f"window_size must be two sides of at least 0, or None for no limit; got {sides!r}.")
     return attention(arguments)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.backends import Backend
-from tritonpack.checks import Window, check_flag, is_int
+from tritonpack.checks import Window
 from tritonpack.flash_attn.adapter import attention
 
 
@@ -20,8 +20,7 @@ def torch_varlen_attn(
     """Attention over documents laid end to end, with the parameters of torch 2.10 and later.
 
     Args:
-        query: (T_q, H, D).
-        key, value: (T_k, H_kv, D), (T_k, H_kv, D_v).
+        query, key, value: (T_q, H, D), (T_k, H_kv, D), (T_k, H_kv, D_v).
         cu_seq_q, cu_seq_k: (documents + 1,) int32 or int64 on the query's device.
         max_q, max_k: ignored.
         is_causal: the same as window_size=(-1, 0), for torch 2.10.
@@ -42,16 +41,10 @@ def torch_varlen_attn(
     Source: torch/nn/attention/varlen.py.
     """
     arguments = {**locals(), "pack_invariant": num_splits == 1}
-    del arguments["return_aux"], arguments["enable_gqa"]
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
-    alike = enable_gqa is not None and not check_flag(enable_gqa, "enable_gqa")
-    if alike and all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key)) and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
-            "among several query heads."
-        )
-    if num_splits is not None and not is_int(num_splits):
-        raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
-    out, lse = attention(arguments)
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+    result = attention({**arguments, "return_attn_probs": return_aux is not None and bool(return_aux.lse)})
+    if enable_gqa is False and query.shape[1] != key.shape[1]:
+        what = f"query has {query.shape[1]} heads and key {key.shape[1]}"
+        raise ValueError(f"{what}; pass enable_gqa=True to share each key head among several query heads.")
+    return result

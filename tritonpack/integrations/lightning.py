@@ -18,9 +18,9 @@ __all__ = ["PackedTrainLoader"]
 class PackedTrainLoader:
     """The packed rows of `tritonpack.dataloader` for Lightning's Trainer, resumed from its checkpoints.
 
-    Lightning injects samplers into loaders of torch's class DataLoader, numbers their epochs itself, and reads their
-    length once for all epochs. So this is an iterable of another class. It makes its loader when Lightning first reads
-    it: then the process group exists, and each rank gets its own rows, whatever `use_distributed_sampler` says.
+    Lightning injects samplers into loaders of torch's class DataLoader and numbers their epochs itself, so this is an
+    iterable of another class. It makes its loader when Lightning first reads it: then the process group exists, and
+    each rank gets its own rows, whatever `use_distributed_sampler` says.
 
     Args:
         dataset, tokens, options: see `tritonpack.dataloader`.
@@ -34,9 +34,7 @@ class PackedTrainLoader:
     def __init__(self, dataset: Any, tokens: int, *, epochs: int = 1, **options: Any) -> None:
         self._make = lambda: dataloader(dataset, tokens, epochs=epochs, **options)
         self._steps: int | None = None  # that Lightning has read
-        self._chosen = {"num_replicas", "rank", "group"} & {
-            name for name, value in options.items() if value is not None
-        }
+        self._has_place = any(options.get(name) is not None for name in ("num_replicas", "rank", "group"))
 
     @cached_property
     def loader(self) -> PackedDataLoader:
@@ -50,7 +48,14 @@ class PackedTrainLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A generator, because Lightning makes two iterators for the first pass and uses only the second.
-        self._require_own_rows()
+        ranks, rank = place_among_processes()
+        planned = self.loader.rows.num_replicas
+        if not self._has_place and (planned, self.loader.rank) != (ranks, rank):  # all ranks would get one's rows
+            raise ValueError(
+                f"the rows were planned for rank {self.loader.rank} of {planned}, and this process is rank {rank} of "
+                f"{ranks}: the loader was read before Lightning made the process group. Don't read it before "
+                "trainer.fit, or pass num_replicas and rank."
+            )
         rows = iter(self.loader)
         first = next(rows, None)
         if first is None:  # a state of the end of an epoch, after which Lightning begins the next one
@@ -76,14 +81,3 @@ class PackedTrainLoader:
             ValueError: a state that was saved with other lengths or options.
         """
         self.loader.load_state_dict(state)
-
-    def _require_own_rows(self) -> None:
-        """Refuse a loader that was used before the process group existed, in which all ranks would get one's rows."""
-        ranks, rank = place_among_processes()
-        planned = self.loader.rows.num_replicas
-        if not self._chosen and (planned, self.loader.rank) != (ranks, rank):
-            raise ValueError(
-                f"the rows were planned for rank {self.loader.rank} of {planned}, and this process is rank {rank} of "
-                f"{ranks}: the loader was read before Lightning made the process group. Don't read it before "
-                "trainer.fit, or pass num_replicas and rank."
-            )

@@ -10,8 +10,7 @@ from transformers import Trainer
 
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.reader import fetch
-from tritonpack.packing.vision.families import FAMILIES
+from tritonpack.packing.loader import fetch
 
 # transformers' name for the loss of a model -> what its labels belong to.
 LABELS: dict[str | None, str] = {
@@ -20,23 +19,7 @@ LABELS: dict[str | None, str] = {
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
 }
-
-
-def is_held_back(trainer: Trainer) -> bool:
-    """Return whether Trainer keeps `num_items_in_batch` from a model whose loss is divided by it.
-
-    Some of transformers' image-text classes have `accepts_loss_kwargs = False`, and their forward gives all arguments
-    to the loss function. Trainer would take the mean of the rows' means.
-    """
-    model = _bare(trainer.model)
-    known = getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
-    given = trainer.model_accepts_loss_kwargs or getattr(model, "accepts_loss_kwargs", True)
-    return known and not given and trainer.compute_loss_func is None
-
-
-def _bare(model: Any) -> Any:
-    """A model without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+_PADDED = "tritonpack.patch(trainer.model, unpad=True) or share_prefixes=True"
 
 
 def labels_of(trainer: Trainer, asked: str | None) -> str:
@@ -49,27 +32,26 @@ def labels_of(trainer: Trainer, asked: str | None) -> str:
         ValueError: the model's loss doesn't tell, or takes other labels than `asked`; the model gives one result for
             each row.
     """
-    model = _bare(trainer.model)
-    loss = getattr(model, "loss_type", None)
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model  # PEFT's
+    loss, name = getattr(model, "loss_type", None), type(model).__name__
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     known = "tokens" if is_encoder_decoder else LABELS.get(loss)
     if loss == "ForSequenceClassification" and not is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} gives one result for each row, so its documents can't share rows. Call "
+            f"{name} gives one result for each row, so its documents can't share rows. Call "
             "tritonpack.patch(trainer.model, unpad=True) in place of setup: it leaves out the padding of the batches."
         )
     if asked is not None and trainer.compute_loss_func is None and known not in (None, asked):
         raise ValueError(
-            f"the loss of {type(model).__name__} takes labels={known!r}; got labels={asked!r}. Leave it out, or pass a "
+            f"the loss of {name} takes labels={known!r}; got labels={asked!r}. Leave it out, or pass a "
             "compute_loss_func for such labels to the trainer."
         )
-    found = asked or known
-    if found is None:
+    if asked is None and known is None:
         raise ValueError(
-            f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "
-            "next token) or 'tokens' (the token itself)."
+            f"the loss of {name} doesn't tell what its labels belong to. Pass labels='causal' (the next token) or "
+            "'tokens' (the token itself)."
         )
-    return found
+    return asked or known  # type: ignore[return-value]
 
 
 def check_trainer(trainer: Any) -> None:
@@ -79,11 +61,13 @@ def check_trainer(trainer: Any) -> None:
             f"expected a transformers.Trainer; got a {type(trainer).__name__}. For a loop of your own use "
             "tritonpack.patch and tritonpack.dataloader."
         )
+    if hasattr(trainer, "packed_setup"):
+        raise ValueError("this trainer is set up already; call undo() of its handle first.")
     for name in ("get_train_dataloader", "_get_train_sampler"):
         if getattr(type(trainer), name, None) is not getattr(Trainer, name, None) or name in vars(trainer):
             raise ValueError(
                 f"{type(trainer).__name__} has a {name} of its own, which setup would replace. To leave out the "
-                "padding of its batches use tritonpack.patch(trainer.model, unpad=True) or share_prefixes=True."
+                f"padding of its batches use {_PADDED}."
             )
     if any(isinstance(callback, SavedTokensCallback) for callback in trainer.callback_handler.callbacks):
         raise ValueError(
@@ -99,18 +83,24 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
         labels: what a label belongs to.
         own_form: examples may have any form, because a function makes documents or batches of them.
     """
-    args = trainer.args
-    if trainer.train_dataset is None:
+    args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
+    if dataset is None:
         raise ValueError("the trainer has no train_dataset to pack. To evaluate alone use tritonpack.patch.")
-    if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
             "the train_dataset is iterable, and the plan of an epoch needs the lengths of all documents. Use a dataset "
             "that is indexed, or pack the stream itself: tritonpack.pack_stream."
         )
-    first = fetch(trainer.train_dataset, [0])[0] if len(trainer.train_dataset) else {"input_ids": []}
-    if own_form:
-        _check_loss_of_documents(trainer)
-    elif isinstance(first, Mapping) and "input_ids" not in first:
+    first = fetch(dataset, [0])[0] if len(dataset) else {"input_ids": []}
+    trainer._set_signature_columns_if_needed()
+    pairs = [name for name in trainer._signature_columns if "chosen" in name or "rejected" in name]
+    if own_form and pairs:
+        raise ValueError(
+            f"{type(trainer).__name__} computes its loss from padded batches of the columns {', '.join(pairs)}, so it "
+            "can't take packed pairs. For its own batches use tritonpack.patch(trainer.model, share_prefixes=True). "
+            "For packed pairs write the loss in a loop of your own, as examples/train_dpo_packed.py does."
+        )
+    if not own_form and isinstance(first, Mapping) and "input_ids" not in first:
         raise ValueError(
             f"packed rows need documents with input_ids; those of the {type(trainer).__name__} have the columns "
             f"{', '.join(sorted(map(str, first)))}. Tokenize text first. A trainer of preferences makes batches of its "
@@ -129,7 +119,6 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
         )
     if contradictions := _contradictions(trainer):
         raise ValueError(f"packed rows can't have {'; nor '.join(contradictions)}.")
-    collator = trainer.data_collator
     if isinstance(collator, PackingCollator) and collator.objective != labels:
         raise ValueError(
             f"the trainer's PackingCollator has objective={collator.objective!r}, and training would use {labels!r}. "
@@ -138,21 +127,10 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
     unweighted = not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None
     if unweighted and args.gradient_accumulation_steps * args.world_size > 1:
         raise ValueError(
-            f"Trainer doesn't pass num_items_in_batch to {type(_bare(trainer.model)).__name__}, so rows with few "
-            "targets would weigh as much as rows with many. If the model's loss divides by it, set "
-            "model.accepts_loss_kwargs = True before the trainer is made. Else pass a compute_loss_func to the "
-            "trainer, or use one process and gradient_accumulation_steps=1."
-        )
-
-
-def _check_loss_of_documents(trainer: Trainer) -> None:
-    """ValueError for a trainer whose loss takes padded batches of pairs."""
-    trainer._set_signature_columns_if_needed()
-    if pairs := [name for name in trainer._signature_columns if "chosen" in name or "rejected" in name]:
-        raise ValueError(
-            f"{type(trainer).__name__} computes its loss from padded batches of the columns {', '.join(pairs)}, so it "
-            "can't take packed pairs. For its own batches use tritonpack.patch(trainer.model, share_prefixes=True). "
-            "For packed pairs write the loss in a loop of your own, as examples/train_dpo_packed.py does."
+            f"Trainer doesn't pass num_items_in_batch to {type(trainer.model).__name__}, so rows with few targets "
+            "would weigh as much as rows with many. If the model's loss divides by it, as in image-text models of "
+            "transformers, set model.accepts_loss_kwargs = True before the trainer is made. Else pass a "
+            "compute_loss_func to the trainer, or use one process and gradient_accumulation_steps=1."
         )
 
 
@@ -164,7 +142,6 @@ def _contradictions(trainer: Trainer) -> list[str]:
     found = [
         ("auto_find_batch_size", args.auto_find_batch_size, "pass False, and lower tokens if memory is short"),
         ("dataloader_drop_last", args.dataloader_drop_last, "pass False, or tail='drop' to setup"),
-        ("group_by_length", getattr(args, "group_by_length", False), "pass False, because rows have no padding"),
         ("split_batches", accelerating.split_batches, own),
         ("dispatch_batches", accelerating.dispatch_batches, own),
         ("packing", getattr(args, "packing", False), "pass packing=False to SFTConfig, because setup packs itself"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,24 +15,17 @@ from transformers.trainer_utils import seed_worker
 
 from tritonpack.backends import Backend
 from tritonpack.checks import check_choice
-from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
-from tritonpack.integrations.trainer_checks import check_trainer, check_training, is_held_back, labels_of
+from tritonpack.integrations.trainer import SavedTokensCallback
+from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
-from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.reader import Reader, fetch
+from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
+from tritonpack.packing.collator import Objective as LabelObjective
+from tritonpack.packing.loader import Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
-from tritonpack.removed import OPTIONS, refuse_removed
+from tritonpack.patches.compact import Saved
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
-_REPLACED = (
-    "get_train_dataloader",
-    "get_total_train_batch_size",
-    "call_model_init",
-    "compute_loss",
-    "_init_training_state",
-)
 _LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
     "num_workers": "dataloader_num_workers",
     "persistent_workers": "dataloader_persistent_workers",
@@ -48,16 +40,12 @@ _FROM_ARGUMENTS = {
     "shuffle": "train_sampling_strategy",
     "epochs": "num_train_epochs",
 }
-_ANEW = "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew"
 _MADE_HERE = ("num_replicas", "rank", "group", "shard", "worker_init_fn")
-_OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(dataloader).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in (*_FROM_ARGUMENTS, *_MADE_HERE)
-)
+_ACCUMULATED = "gradient_accumulation_steps"
+_ANEW = "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew"
 
 
-class TrainerSetup:
+class TrainerSetup(AbstractContextManager["TrainerSetup"]):
     """The handle of a trainer that trains on packed rows. As a context manager it undoes the set-up on leaving.
 
     `print(handle)` shows the patch, the plan of the first epoch, and what of the trainer's settings has no effect.
@@ -71,27 +59,16 @@ class TrainerSetup:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
         self._documents: Reader | None = None  # of the latest loader
-        self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
-        self._released = is_held_back(trainer)
-        trainer.model_accepts_loss_kwargs |= self._released
-        try:
-            self._loader = self._load(epochs=1)
-            self._callback = _PackedTraining(self)
-            self.patch: Patch = self._patch(trainer.model)
-        except BaseException:
-            self._hold_back()
-            raise
-        try:
-            trainer.add_callback(self._callback)
-            for name in _REPLACED:
-                setattr(trainer, name, getattr(self, name))
-        except BaseException:
-            self.undo()
-            raise
+        self._loader = self._load(epochs=1)
+        self._callback = _PackedTraining(self)
+        self._patch(trainer.model)
+        trainer.add_callback(self._callback)
+        kind = type(trainer)
+        trainer.__class__ = type(kind.__name__, (_PackedTrainer, kind), {"packed_setup": self})
 
-    def _patch(self, model: nn.Module) -> Patch:
+    def _patch(self, model: nn.Module) -> None:
         try:
-            return patch(model, **self._patching)
+            self.patch: Patch = patch(model, **self._patching)
         except ValueError as error:
             if not self._patching["unpad"] or "unpad" not in str(error):
                 raise
@@ -99,125 +76,10 @@ class TrainerSetup:
 
     def undo(self) -> None:
         """Unpatch the model, and give the trainer its own loader back. A second call does nothing."""
-        for name in _REPLACED:
-            if getattr(vars(self.trainer).get(name), "__self__", None) is self:
-                delattr(self.trainer, name)
-                vars(self.trainer).update({name: self._before[name]} if name in self._before else {})
-        self._hold_back()
-        if self._callback in self.trainer.callback_handler.callbacks:
+        if getattr(self.trainer, "packed_setup", None) is self:
+            self.trainer.__class__ = type(self.trainer).__bases__[1]
             self.trainer.remove_callback(self._callback)
         self.patch.unpatch()
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Saved tokens, throughput and packing efficiency, as of the latest log of the training.
-
-        `tokens_saved_share`, `tokens_given_per_second`, `tokens_computed_per_second` and `packing_efficiency` since the
-        log before; with the prefix `train_` since `train()` was called. Empty before the first log. See
-        `SavedTokensCallback`.
-        """
-        return dict(self._callback.figures)
-
-    def _hold_back(self) -> None:
-        if self._released:
-            self.trainer.model_accepts_loss_kwargs = self._released = False
-
-    def _original(self, name: str) -> Any:
-        """The trainer's own method."""
-        return self._before.get(name) or getattr(type(self.trainer), name).__get__(self.trainer)
-
-    def get_train_dataloader(self) -> PackedDataLoader:
-        """The loader of packed rows, in place of the trainer's method of this name."""
-        args = self.trainer.args
-        epochs = math.ceil(args.num_train_epochs)
-        if args.max_steps > 0:
-            per_epoch = -(-len(self._load(epochs=1)) // args.gradient_accumulation_steps)
-            epochs = -(-args.max_steps // per_epoch)
-        self._loader = self._load(epochs)
-        return self._loader
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """The mean number of documents per optimizer step, over all ranks, for Trainer's logs."""
-        steps = -(-len(self._loader) // args.gradient_accumulation_steps)
-        return max(1, round(len(self._loader.dataset) / steps))  # type: ignore[arg-type]
-
-    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
-        """The epoch to begin with and the batches of it to skip, in place of the trainer's method of this name.
-
-        Trainer multiplies the optimizer steps of the checkpoint by `gradient_accumulation_steps`. Here the batches that
-        were trained on decide.
-        """
-        trainer, callback = self.trainer, self._callback
-        place = self._original("_init_training_state")(max_steps, steps_per_epoch, *others)
-        callback.resumed = None
-        if trainer.state.global_step and not trainer.args.ignore_data_skip:
-            place = callback.resumed = self._find_place()
-        return place
-
-    def _find_place(self) -> tuple[int, int]:
-        """The epoch of the checkpoint, and the batches of it that were trained on.
-
-        Raises:
-            ValueError: a checkpoint without a plan, with another one, or with another accumulation of gradients.
-        """
-        saved = self.trainer.state.stateful_callbacks.get(STATE)
-        if saved is None:
-            raise ValueError(
-                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
-                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
-            )
-        rows, steps = self._loader.rows, len(self._loader)
-        try:
-            place = rows._find_place(saved["loader"])
-        except ValueError as error:
-            raise ValueError(f"{error} Or {_ANEW}.") from error
-        epoch, done = place.made.epoch, place.done
-        if place.made.before:
-            was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
-            changes = describe_changes(was, now) or (
-                f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
-            )
-            raise ValueError(
-                f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
-                f"{changes}. Restore that, or {_ANEW}."
-            )
-        accumulated, before = self.trainer.args.gradient_accumulation_steps, saved["gradient_accumulation_steps"]
-        if accumulated != before:
-            raise ValueError(
-                f"the checkpoint can't be resumed, because gradient_accumulation_steps was {before} and is "
-                f"{accumulated}. Restore that, or {_ANEW}."
-            )
-        batches = done // rows.num_replicas
-        return (epoch + 1, 0) if batches == steps else (epoch, batches)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Make a model with `model_init`, and patch it."""
-        model = self._original("call_model_init")(trial)
-        self.patch.unpatch()
-        self.patch = self._patch(model)
-        return model
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
-        """The loss of one row of an optimizer step, in place of the trainer's method of this name.
-
-        Losses of causal models are sums, divided by the targets of the step. Other losses of transformers are means
-        over the targets of the row, whatever `num_items_in_batch` is, so this weighs them by the row's targets.
-        """
-        trainer = self.trainer
-        own = self._original("compute_loss")
-        is_sum = self._labels == "causal" or trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        if is_sum or num_items_in_batch is None or getattr(own, "__func__", None) is not Trainer.compute_loss:
-            return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
-        loss, outputs = own(model, inputs, return_outputs=True)
-        loss = loss * share * trainer.accelerator.num_processes  # DDP and FSDP average over the ranks
-        return (loss, outputs) if return_outputs else loss
 
     def _load(self, epochs: int) -> PackedDataLoader:
         trainer, args = self.trainer, self.trainer.args
@@ -230,11 +92,10 @@ class TrainerSetup:
         dataset = trainer.train_dataset
         if self._documents is not None and self._documents.dataset is dataset:
             packing["lengths"] = self._documents
-        strategy = getattr(args, "train_sampling_strategy", "random")
         packing |= {
             "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
             "seed": args.seed if args.data_seed is None else args.data_seed,
-            "shuffle": strategy != "sequential",
+            "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
         }
         # Inside of SequenceParallel, which then counts the ranks of a group as one process.
         sharing = getattr(trainer.accelerator.state, "sharing_group", None)
@@ -259,17 +120,12 @@ class TrainerSetup:
         if not trainer.args.remove_unused_columns or not len(trainer.train_dataset):
             return ()
         trainer._set_signature_columns_if_needed()
-        used = {*trainer._signature_columns, *TAKEN, *self._packing.get("per_token", ())}
-        used |= set(self._packing.get("drop_columns", ()))
+        named = (*self._packing.get("per_token", ()), *self._packing.get("drop_columns", ()))
+        used = {*trainer._signature_columns, *TAKEN, *named}
         (first,) = fetch(trainer.train_dataset, [0])
         return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()
 
-    def __enter__(self) -> TrainerSetup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __str__(self) -> str:
@@ -279,6 +135,52 @@ class TrainerSetup:
             f"  per_device_train_batch_size={args.per_device_train_batch_size} has no effect: a batch is one row of at "
             f"most {self._tokens:,} tokens, and an optimizer step {args.gradient_accumulation_steps} of them per rank"
         )
+
+
+class _PackedTrainer(Trainer):
+    """What of a Trainer changes: it stands before the trainer's own class while the trainer is set up."""
+
+    packed_setup: TrainerSetup
+
+    def get_train_dataloader(self) -> PackedDataLoader:
+        """The loader of packed rows."""
+        setup, args, epochs = self.packed_setup, self.args, math.ceil(self.args.num_train_epochs)
+        if args.max_steps > 0:
+            per_epoch = -(-len(setup._load(epochs=1)) // args.gradient_accumulation_steps)
+            epochs = -(-args.max_steps // per_epoch)
+        setup._loader = setup._load(epochs)
+        return setup._loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The mean number of documents per optimizer step, over all ranks, for Trainer's logs."""
+        loader = self.packed_setup._loader
+        steps = -(-len(loader) // args.gradient_accumulation_steps)
+        return max(1, round(len(loader.dataset) / steps))  # type: ignore[arg-type]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with `model_init`, and patch it."""
+        model = super().call_model_init(trial)
+        self.packed_setup.patch.unpatch()
+        self.packed_setup._patch(model)
+        return model
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """The loss of one row of an optimizer step.
+
+        Losses of causal models are sums, divided by the targets of the step. Other losses of transformers are means
+        over the targets of the row, whatever `num_items_in_batch` is, so this weighs them by the row's targets.
+        """
+        own = super().compute_loss
+        is_sum = self.packed_setup._labels == "causal" or self.compute_loss_func or self.label_smoother
+        if is_sum or num_items_in_batch is None or own.__func__ is not Trainer.compute_loss:
+            return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
+        loss, outputs = own(model, inputs, return_outputs=True)
+        loss = loss * share * self.accelerator.num_processes  # DDP and FSDP average over the ranks
+        return (loss, outputs) if return_outputs else loss
 
 
 def setup(
@@ -298,12 +200,10 @@ def setup(
 
     It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
     batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
-    checkpoints hold for packed rows, too. Image-text models get `num_items_in_batch`, which Trainer keeps from some,
-    so each target of accumulated rows weighs alike. A callback adds two entries to the logs, `tokens_saved_share` and
-    `packing_efficiency`; `figures` of the handle have the throughput, too. Only this trainer changes.
+    checkpoints hold for packed rows, too. Rows have different numbers of documents, so `per_device_train_batch_size`
+    has no effect. Logs get the saved tokens, the throughput and the packing efficiency, see `SavedTokensCallback`.
 
-    Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
-    `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and
+    With `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and
     `assistant_masks` stay.
 
     Args:
@@ -312,7 +212,7 @@ def setup(
         labels: what a label belongs to, the `objective` of PackingCollator, for losses of one's own. None finds it by
             the model's loss.
         attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
-        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `order`, `per_token`,
+        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With
             `documents` or `collate_fn` no column is removed. Evaluation keeps the trainer's own collator.
 
@@ -325,64 +225,94 @@ def setup(
             that contradict packed rows; what `dataloader` refuses. When training resumes: a checkpoint that was saved
             with other lengths or settings.
     """
-    handler = getattr(trainer, "callback_handler", None)
-    if any(isinstance(one, _PackedTraining) for one in getattr(handler, "callbacks", ())):
-        raise ValueError("this trainer is set up already; call undo() of its handle first.")
     check_trainer(trainer)
     for name in options:
         if name in _FROM_ARGUMENTS:
             raise ValueError(f"{name} can't be passed; set {_FROM_ARGUMENTS[name]} in the TrainingArguments.")
-        if name in OPTIONS:
-            refuse_removed([name], "setup()")
-        if name not in _OPTIONS:
-            raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")
+        if name in _MADE_HERE:
+            raise ValueError(f"{name} can't be passed, because the trainer decides it.")
     if labels is not None:
         check_choice(labels, get_args(LabelObjective), "labels")
     patching = {"attention": attention, "backend": backend, "unpad": unpad}
     return TrainerSetup(trainer, tokens, patching, {"labels": labels, **options})
 
 
-class _PackedTraining(SavedTokensCallback):
-    """Counts the rows of a training, and writes their state into its checkpoints."""
+class _Rows(Saved):
+    """The tokens of packed rows and of padded batches of the same documents; `room`: the tokens that fit in."""
 
-    _logged = ("tokens_saved_share", "packing_efficiency")
+    room = 0
+
+
+class _PackedTraining(SavedTokensCallback):
+    """Counts the rows of a training, writes their state into its checkpoints, and resumes from it."""
 
     def __init__(self, handle: TrainerSetup) -> None:
-        self._handle = handle
-        self._rows = PackedRows()
+        self._handle, self._rows = handle, _Rows()
         self._batches = 0  # batches of the epoch that were trained on
-        self.resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
+        self._resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
         super().__init__(handle.trainer)
 
-    def _find_counts(self) -> list[Any]:
+    def _find_saved(self) -> list[Saved]:
         return [self._rows]
 
-    def on_train_begin(self, args: Any, state: Any, *others: Any, train_dataloader: Any, **__: Any) -> None:
-        self._loader: PackedDataLoader = train_dataloader
+    def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+        resumes = state.global_step > 0 and not args.ignore_data_skip
+        self._resumed = self._find_place(args, state) if resumes else None
         super().on_train_begin()
 
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+    def _find_place(self, args: Any, state: Any) -> tuple[int, int]:
+        """The epoch of the checkpoint, and the batches of it that were trained on.
+
+        Raises:
+            ValueError: a checkpoint without a plan, with another one, or with another accumulation of gradients.
+        """
+        saved = state.stateful_callbacks.get(STATE)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
+            )
+        loader, accumulated = self._handle._loader, args.gradient_accumulation_steps
+        rows, steps = loader.rows, len(loader)
+        try:
+            made, done, was = rows.find_place(saved["loader"])
+        except ValueError as error:
+            raise ValueError(f"{error} Or {_ANEW}.") from error
+        done, changes = done // rows.num_replicas, ""
+        found = (made.epoch + 1, 0) if done == steps else (made.epoch, done)
+        epoch, updates = divmod(state.global_step, -(-steps // accumulated))  # where Trainer continues
+        if made.before:
+            was, now = ({**settings, "least_steps": 0} for settings in (was, made.settings))
+            changes = describe_changes(was, now) or f"num_train_epochs or max_steps give each epoch {steps} steps"
+        elif saved[_ACCUMULATED] != accumulated:
+            changes = f"{_ACCUMULATED} was {saved[_ACCUMULATED]} and is {accumulated}"
+        elif found != (epoch, updates * accumulated):
+            changes = "a callback ended it"
+        if changes:
+            raise ValueError(
+                f"the checkpoint can't be resumed, because the rest of its epoch {made.epoch} has other batches "
+                f"since: {changes}. Restore that, or {_ANEW}."
+            )
+        return found
+
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._batches = 0
-        if self.resumed is not None:
+        if self._resumed is not None:
             # Trainer skips batches with a loader of its own, whose epoch its older versions don't set.
-            epoch, self._batches = self.resumed
-            self._loader.rows.set_epoch(epoch)
-            self.resumed = None
+            epoch, self._batches = self._resumed
+            self._handle._loader.rows.set_epoch(epoch)
+            self._resumed = None
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
-        loader, handle = self._loader, self._handle
+        loader, longest = self._handle._loader, self._handle._packing.get("max_document_length")
         plan, lengths = loader.rows.plan, loader.rows.lengths
-        end = min(self._batches + args.gradient_accumulation_steps, len(loader))
+        accumulated = args.gradient_accumulation_steps
+        end = min(self._batches + accumulated, len(loader))
         for batch in range(self._batches, end):
             row = plan.row(batch, loader.rank)
-            longest = handle._packing.get("max_document_length")
             self._rows.tokens_given += loader.documents.padded_tokens(row, longest)
             self._rows.tokens_computed += int(lengths[row].sum())
             self._rows.room += plan.capacity
         self._batches = end
-        state.stateful_callbacks[STATE] = {
-            "loader": loader.state_dict(end),
-            "steps_per_epoch": len(loader),
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        }
+        state.stateful_callbacks[STATE] = {"loader": loader.state_dict(end), _ACCUMULATED: accumulated}
         super().on_step_end()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The fields that may hold tensors, and among them the fields with a number for each key instead of each query.
-TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places")
+# The fields that may hold tensors, with a number for each query and for each key.
+OF_QUERIES = ("key_start", "key_stop", "diagonal", "document_source")
 OF_KEYS = ("query_start", "query_stop", "key_places")
 
 
@@ -48,7 +48,7 @@ class Bounds:
         if not trusted:
             self._check_fields()
         compiling, versions = torch.compiler.is_compiling(), []
-        for name in TENSORS:
+        for name in OF_QUERIES + OF_KEYS:
             x = getattr(self, name)
             if not isinstance(x, Tensor):
                 continue
@@ -58,19 +58,15 @@ class Bounds:
                 object.__setattr__(self, name, x)
             if not compiling:
                 versions.append((name, x, x._version))
-        plain = type(self.key_start) is Tensor
-        for name, value in (
-            ("_computed", {}),
-            ("_versions", versions),
-            ("_captured", plain and is_capturing(self.key_start.device)),
-            ("is_tree", self.query_stop is not None),
-            ("origin", None),
-        ):
+        plain = type(self.key_start) is Tensor  # is_capturing fails for fake tensors on a machine without a GPU
+        captured = plain and is_capturing(self.key_start.device)
+        own: dict[str, Any] = {"_computed": {}, "_versions": versions, "_captured": captured}
+        for name, value in (own | {"is_tree": self.query_stop is not None, "origin": None}).items():
             object.__setattr__(self, name, value)
         if trusted or compiling or not plain:
             return
         if not kernels.serve(self.key_start):
-            self._require_valid(self.device)
+            self._check_values()
         elif self.query_start is not None and self.query_stop is not None:
             from tritonpack.kernels.trees import assert_bounds
 
@@ -83,25 +79,35 @@ class Bounds:
 
     def _check_fields(self) -> None:
         """Raise ValueError unless all fields have the right types and shapes."""
-        if not is_length(self.num_keys):
-            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
-        if self.max_documents is not None and not is_length(self.max_documents):
-            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
+        for name, number in (("num_keys", self.num_keys), ("max_documents", self.max_documents)):
+            if not is_length(number) and (number is not None or name == "num_keys"):
+                raise ValueError(f"{name} must be an integer from 0 to 2**31 - 1; got {describe(number)}.")
         needed = ["key_start", "key_stop"]
         if self.query_start is not None or self.query_stop is not None:
-            needed += ["query_start", "query_stop"]
-        for name in TENSORS:
+            needed += OF_KEYS if self.diagonal is not None else OF_KEYS[:2]
+        for name in OF_QUERIES + OF_KEYS:
             x = getattr(self, name)
             if name not in needed and (x is None or (name == "document_source" and callable(x))):
                 continue
             if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.int32:
                 raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(x)}.")
-            count, device = self.num_keys if name in OF_KEYS else self.key_start.shape[0], self.key_start.device
-            if x.shape[0] != count or x.device != device:
-                others = "keys" if name in OF_KEYS else "queries of key_start"
-                raise ValueError(
-                    f"{name} must hold a number for each of the {count} {others}, on {device}; got {describe(x)}."
-                )
+            count, of = (self.num_keys, "keys") if name in OF_KEYS else (self.num_queries, "queries of key_start")
+            if x.shape[0] != count or x.device != self.device:
+                rule = f"{name} must hold a number for each of the {count} {of}, on {self.device}"
+                raise ValueError(f"{rule}; got {describe(x)}.")
+
+    def _check_values(self) -> None:
+        """Check values in host memory, or on a device by an assertion there, which the host doesn't wait for."""
+        sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys")]
+        if self.query_start is not None and self.query_stop is not None:
+            sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries"))
+        for start, stop, size, own, others in sides:
+            good = (start >= 0) & (start <= stop) & (stop <= size)
+            rule = f"intervals must lie within the {size} {others} and end at or after their begin"
+            if not self.is_tree:
+                good[1:] &= (start[1:] >= start[:-1]) & (stop[1:] >= stop[:-1])
+                rule += ", and neither their begins nor their ends may decrease"
+            require(good.all(), partial(_wrong_interval, good, start, stop, own, others, rule))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have the fields alone, not what was computed from them."""
@@ -116,11 +122,6 @@ class Bounds:
         return self.key_start.device
 
     @property
-    def places(self) -> Tensor | None:
-        """(num_keys,) int32, the place of each key, to which ALiBi counts distances; None if key j lies at place j."""
-        return self.diagonal if self.key_places is None and self.is_tree else self.key_places
-
-    @property
     def document(self) -> Tensor | None:
         """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
         Rows outside every document hold the number of some document."""
@@ -129,185 +130,108 @@ class Bounds:
         return self.cached("document", source) if callable(source) else source
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key and kept as long as the mask.
-
-        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later. What a CUDA
-        graph computes has values only after a replay. So it is kept only if the mask was made in a capture, too.
-
-        Raises:
-            ValueError: tensors of the mask were overwritten since it was made.
-        """
+        """The value of `build()`, computed at the first call for a key and kept as long as the mask. What a CUDA graph
+        computes has values only after a replay. So it is kept only if the mask was made in a capture, too."""
         self.check_unwritten()
-        if key not in self._computed:
-            value = outside_inference_mode(build)
-            first = self.key_start
-            if (type(first) is Tensor and is_capturing(first.device)) != self._captured:
-                return value
+        if key in self._computed:
+            return self._computed[key]
+        value = outside_inference_mode(build)
+        first = self.key_start
+        if (type(first) is Tensor and is_capturing(first.device)) == self._captured:
             self._computed[key] = value
-        return self._computed[key]
+        return value
 
     def check_unwritten(self) -> None:
         """Raise ValueError if tensors of the mask or of its transpose were overwritten, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        written = []
-        for name, x, version in self._versions:  # a loop, because every layer comes here
+        for name, x, version in self._versions:
             if x._version != version:
-                written.append(name)
-        if written:
-            raise ValueError(
-                f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
-                "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
-                "values."
-            )
+                raise ValueError(
+                    f"a mask's tensors must not be overwritten, but {name} of this one changed after it was made. Its "
+                    "transpose, tile tables and documents belong to the old values. Make a new mask."
+                )
         if (transposed := self._computed.get("transpose")) is not None:
             transposed.check_unwritten()
 
     def __repr__(self) -> str:
-        kind = ", tree" if self.is_tree else ""
-        return (
-            f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}{kind}, device={self.device})"
-        )
-
-    def distances(self) -> Tensor:
-        """(num_queries, num_keys), how far each key lies from each query's own place: in a tree, how many tokens up.
-
-        Raises:
-            ValueError: the mask has no `diagonal`.
-        """
-        if self.diagonal is None:
-            raise ValueError("this mask has no distances, because it is a transpose; use the mask itself.")
-        keys = torch.arange(self.num_keys, device=self.device) if self.places is None else self.places
-        return (self.diagonal[:, None] - keys).abs()
+        numbers = f"num_queries={self.num_queries}, num_keys={self.num_keys}, is_tree={self.is_tree}"
+        return f"BlockDiagonalMask({numbers}, device={self.device})"
 
     def transpose(self) -> Self:
-        """The queries that see each key, again as a mask; computed once and kept with the mask.
-
-        Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
-
-        Raises:
-            ValueError: tensors of the mask or of its transpose were overwritten since they were made.
-        """
+        """The queries that see each key, again as a mask; computed once and kept with the mask: from the first query
+        with `key_stop` above the key to the last with `key_start` of at most the key."""
         return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
-        num_queries = self.key_start.shape[0]
-        # Not `self`, which would be a reference cycle.
-        source = self._computed.get("document", self.document_source)
-        # The bounds of the transpose, (num_keys,) int32, if they were computed along with the mask.
+        rows = self.key_start.shape[0]
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
-        if (start is None or stop is None) and self.key_start.is_cuda and kernels.serve(self.key_start):
+        if start is None and self.key_start.is_cuda and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
             start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
-        elif start is None or stop is None:
-            keys = torch.arange(self.num_keys, device=self.key_start.device, dtype=torch.int32)
+        elif start is None:
+            keys = torch.arange(self.num_keys, device=self.key_stop.device, dtype=torch.int32)
             start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
             stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)
+        source = self._computed.get("document", self.document_source)  # a function of `self` would be a cycle
         if source is not None:
-            source = partial(_document_of_keys, source, start) if num_queries else None
-        return replace(
-            self,
-            key_start=start,
-            key_stop=stop,
-            num_keys=num_queries,
-            diagonal=None,
-            document_source=source,
-            query_start=self.key_start if self.is_tree else None,
-            query_stop=self.key_stop if self.is_tree else None,
-            key_places=None,
-            trusted=True,
-        )
+            source = partial(_document_of_keys, source, start) if rows else None
+        of_keys: dict[str, Any] = {"query_start": self.key_start, "query_stop": self.key_stop} if self.is_tree else {}
+        return type(self)(start, stop, rows, None, source, self.max_documents, **of_keys, trusted=True)
 
     def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> Self:
         """The mask between some of the queries and some of the keys, such as one rank's shard.
 
-        Args:
-            query_rows: (R,) int32 or int64, ascending indices into the query stream; None keeps all.
-            key_positions: (K,) int32 or int64, ascending indices into the key stream; None keeps all.
-
-        Returns:
-            The mask of R queries and K keys, in the order of the arguments.
-
-        Raises:
-            ValueError: wrong dtype or shape; and, for indices in host memory, indices out of range or not ascending.
+        `query_rows` (R,) and `key_positions` (K,) are indices into the streams, int32 or int64, which ascend (else
+        ValueError, if they lie in host memory); None keeps all.
 
         >>> mask = BlockDiagonalMask.from_seqlens([4, 2])
         >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
-        self.check_unwritten()
-        part = {f.name: getattr(self, f.name) for f in fields(self)}
-        part |= {"document_source": self.document, "key_places": self.places}
-
-        def change(names: tuple[str, ...], function: Callable[[Tensor], Tensor]) -> None:
-            part.update({name: function(part[name]) for name in names if part[name] is not None})
-
-        if query_rows is not None:
-            rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
-            change(("key_start", "key_stop", "diagonal", "document_source"), lambda x: x[rows])
-            change(("query_start", "query_stop"), partial(_count_below, rows))
-        if key_positions is not None:
-            keys = check_indices(key_positions, "key_positions", self.num_keys, self.device)
-            change(("query_start", "query_stop", "key_places"), lambda x: x[keys])
-            change(("key_start", "key_stop"), partial(_count_below, keys))
-            if self.places is None and self.diagonal is not None:
-                part["key_places"] = keys.int()
-            # A document may have many runs of rows that see nothing, so the number of documents has no bound any more.
-            part |= {"num_keys": keys.shape[0], "max_documents": None}
+        part = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
+        rows = (query_rows, "query_rows", self.num_queries, OF_QUERIES, OF_KEYS[:2])
+        keys = (key_positions, "key_positions", self.num_keys, OF_KEYS, OF_QUERIES[:2])
+        for given, name, size, own, other in (rows, keys):
+            if given is None:
+                continue
+            indices = check_indices(given, name, size, self.device)
+            part |= {name: part[name][indices] for name in own if part[name] is not None}
+            # A bound of the other side becomes the number of kept indices below it.
+            below = partial(torch.searchsorted, indices.to(torch.int32), out_int32=True)
+            part |= {name: below(part[name]) for name in other if part[name] is not None}
+            if own is OF_KEYS:
+                # A document may have many runs of rows that see nothing, so the number of documents has no bound.
+                part |= {"num_keys": indices.shape[0], "max_documents": None}
+                if self.key_places is None and self.diagonal is not None:
+                    part["key_places"] = indices.int()
         return replace(self, **part, trusted=True)
 
     def to(self, device: torch.device | str) -> Self:
         """The same mask on another device."""
-        self.check_unwritten()
         device = check_device(device)
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
-        moved: dict[str, Any] = outside_inference_mode(
-            lambda: {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
-        )
+        part = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
+        tensors = {name: x for name, x in part.items() if isinstance(x, Tensor)}
+        moved: Any = outside_inference_mode(lambda: {name: x.to(device) for name, x in tensors.items()})
         mask = replace(self, **moved, trusted=True)
         object.__setattr__(mask, "origin", self)
         return mask
 
     def validate(self) -> Self:
-        """Check the values; waits for the device.
-
-        Returns:
-            The mask itself.
-
-        Raises:
-            ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
-                trees, begins or ends before the interval of the row above; the message names the first such row.
-        """
-        self._require_valid(torch.device("cpu"))
+        """Return the mask, or raise ValueError with the first row whose interval lies outside the keys (or queries),
+        ends before it begins, or, without trees, begins or ends before the interval above. Waits for the device."""
+        replace(self.to("cpu"))
         return self
 
-    def _require_valid(self, device: torch.device) -> None:
-        """Check values in host memory, or on a device by an assertion there, which the host doesn't wait for."""
-        sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys")]
-        if self.query_start is not None and self.query_stop is not None:
-            sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries"))
-        for start, stop, size, own, other in sides:
-            _require_intervals(start.to(device), stop.to(device), size, own, other, ascending=not self.is_tree)
 
-
-def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: str, *, ascending: bool) -> None:
-    """Raise, or assert on the device, unless intervals lie within `size` others, and ascend if they must."""
-    good = (start >= 0) & (start <= stop) & (stop <= size)
-    if ascending:
-        good[1:] &= (start[1:] >= start[:-1]) & (stop[1:] >= stop[:-1])
-    rule = f"intervals must lie within the {size} {other} and end at or after their begin" + (
-        ", and neither their begins nor their ends may decrease" if ascending else ""
-    )
-
-    def message() -> str:
-        if not on_host(start):
-            return f"a mask's {rule}. mask.validate() names the first wrong one, from a copy in host memory."
-        wrong = int((~good).nonzero()[0])
-        found = f"{own} {wrong} of the mask has the {other} [{int(start[wrong])}, {int(stop[wrong])}); {rule}"
-        return f"{found}. Check the offsets, ids or indices that the mask was built from."
-
-    require(good.all(), message)
+def _wrong_interval(good: Tensor, start: Tensor, stop: Tensor, own: str, others: str, rule: str) -> str:
+    """The message about intervals that aren't good; it names the first one in host memory."""
+    if not on_host(start):
+        return f"a mask's {rule}. mask.validate() names the first wrong one, from a copy in host memory."
+    row = int((~good).nonzero()[0])
+    found = f"{own} {row} of the mask has the {others} [{int(start[row])}, {int(stop[row])}); {rule}"
+    return f"{found}. Check the offsets, ids or indices that the mask was built from."
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -324,11 +248,9 @@ def outside_inference_mode(build: Callable[[], T]) -> T:
 
 
 def document_begins(mask: Bounds, *, exact: bool = False) -> Tensor:
-    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins.
-
-    A row that has no key in common with the row above counts as a begin, in a tree a row that doesn't see the key of
-    the row above. With `exact` the numbers of the documents decide instead, if the mask has them.
-    """
+    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins: where a
+    row has no key in common with the row above, or in a tree doesn't see its key. With `exact` the numbers of documents
+    decide instead, if the mask has them."""
     start, stop = mask.key_start, mask.key_stop
     live = start < stop
     differs = start[1:] >= stop[:-1]
@@ -345,8 +267,3 @@ def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor
     """The document of each key: the document of the first query that sees it."""
     document = source() if callable(source) else source
     return document[query_start.clamp(max=document.shape[0] - 1)]
-
-
-def _count_below(indices: Tensor, bound: Tensor) -> Tensor:
-    """Count the ascending indices below each bound: the bound among them."""
-    return torch.searchsorted(indices.to(torch.int32), bound, out_int32=True)

@@ -1,88 +1,67 @@
 """Trees of tokens as intervals: the keys that each token may see, and the queries that may see it.
 
-The tokens of a tree lie in depth-first order: each token after its parent, each subtree in one piece. A token sees
-itself and its ancestors. So a key is seen from its own place to the end of its subtree, which is one integer per key
-(docs/math.md, section 8). The functions here work on one stream; several rows of a batch lie end to end in it. On GPUs
-the kernels of tritonpack/kernels/trees.py compute the same.
+The tokens of a tree lie in depth-first order, each subtree in one piece. A token sees itself and its ancestors. So a
+key is seen from its own place to the end of its subtree (docs/math.md, section 8). Rows of a batch lie end to end in
+one stream. On GPUs the kernels of tritonpack/kernels/trees.py compute the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack import kernels
-from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, describe, on_host, require
+from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, on_host, require
+from tritonpack.masks.intervals import Intervals, number_documents
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
 
-PLACE_RULE = (
-    "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a tree, "
-    "or -2 for a token outside every tree. Put the tokens into depth-first order, parents first."
-)
-ORDER_RULE = (
-    "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens into "
-    "depth-first order, each subtree in one piece, and count places from the begin of the row."
-)
-END_RULE = (
-    "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every "
-    "tree."
-)
-NESTING_RULE = "a subtree that begins within another one ends after it. Subtrees lie within each other or apart."
+RULES = {
+    "parents": (
+        "a parent is the place of an earlier token of the row whose subtree hasn't ended, -1 for the first token of a "
+        "tree, or -2 for a token outside every tree. Put the tokens into depth-first order, each subtree in one piece."
+    ),
+    "ends": (
+        "a subtree ends after its own token, within its row and within the subtree that holds it; an end at the token "
+        "itself marks a token outside every tree."
+    ),
+}
 
 
-class TreeBounds(NamedTuple):
-    """The bounds of both sides, each (T,) int32, with the depth of each token and whether a tree begins there."""
-
-    key_start: Tensor
-    key_stop: Tensor
-    query_start: Tensor
-    query_stop: Tensor
-    depth: Tensor
-    first: Tensor
-
-
-def forest_bounds(values: Lengths, kind: Literal["parents", "ends"], reach: Reach) -> TreeBounds:
-    """The bounds of a forest, of what `BlockDiagonalMask.from_tree` or `from_tree_ends` takes.
-
-    Raises:
-        ValueError: their errors.
-    """
+def forest_intervals(values: Lengths, kind: Literal["parents", "ends"], reach: Reach) -> Intervals:
+    """The intervals of a forest, given by parents as in `BlockDiagonalMask.from_tree`, or by the end of each subtree:
+    one past the token's last descendant in its row, and the token's own place outside every tree."""
     if not isinstance(values, Tensor):
-        nested = isinstance(values, (list, tuple)) and any(isinstance(x, (list, tuple)) for x in values)
-        if nested or getattr(values, "ndim", 1) > 1:
-            raise ValueError(f"{kind} of several rows must be a (B, T) tensor; got {describe(values)}.")
         values = as_integers(values, kind)
     rows = check_rows(values, kind)
     if kernels.serve(rows):
         from tritonpack.kernels.trees import bounds_of_rows
 
-        return TreeBounds(*bounds_of_rows(rows, kind, reach.left, reach.chunk))
+        start, stop, query_start, query_stop, depth, first = bounds_of_rows(rows, kind, reach.left, reach.chunk)
+        return Intervals(start, stop, depth, partial(number_documents, first), (query_start, query_stop), True)
     place = torch.arange(rows.shape[1], device=rows.device)
     row_begin = torch.arange(rows.shape[0], device=rows.device)[:, None] * rows.shape[1]
     stream = torch.where(rows < 0, rows, rows + row_begin).flatten()  # places in the stream instead of the row
     if kind == "parents":
-        _require_all((rows >= SLACK) & (rows < place), rows, kind, PLACE_RULE)
+        _require_all((rows >= SLACK) & (rows < place), rows, kind)
         ends = _ends_of_parents(stream)
         # Tokens are in depth-first order if each subtree ends within its parent's.
-        within = (stream < 0) | (ends[stream.clamp(min=0)] >= ends)
-        _require_all(within, rows, kind, ORDER_RULE, lambda: _first_out_of_order(stream.tolist()))
-        return _bounds(ends, reach)
-    _require_all((rows >= place) & (rows <= rows.shape[1]), rows, kind, END_RULE)
-    bounds = _bounds(stream, reach)
-    depth = bounds.depth.long()
-    parents = _ancestors_at(depth - 1, depth, bounds.key_stop > bounds.key_start)
-    _require_all((depth == 0) | (stream[parents] >= stream), rows, kind, NESTING_RULE)
-    return bounds
+        _require_all((stream < 0) | (ends[stream.clamp(min=0)] >= ends), rows, kind)
+        return _intervals(ends, reach)
+    _require_all((rows >= place) & (rows <= rows.shape[1]), rows, kind)
+    found = _intervals(stream, reach)
+    depth = found.diagonal.long()
+    parents = _ancestors_at(depth - 1, depth, found.stop > found.start)
+    _require_all((depth == 0) | (stream[parents] >= stream), rows, kind)
+    return found
 
 
 def _ends_of_parents(parents: Tensor) -> Tensor:
-    """The end of each token's subtree, (T,) int64, if tokens are in depth-first order. The end of a token outside every
-    tree is its own place."""
+    """The end of each token's subtree, (T,) int64, if tokens are in depth-first order."""
     total = parents.shape[0]
     # Tokens of the subtree at most 1, 2, 4, ... steps below each token; those above roots are counted at place `total`.
     up = pad(torch.where(parents < 0, total, parents), (0, 1), value=total)
@@ -92,13 +71,9 @@ def _ends_of_parents(parents: Tensor) -> Tensor:
     return torch.arange(total, device=parents.device) + torch.where(parents == SLACK, 0, size[:-1])
 
 
-def _bounds(ends: Tensor, reach: Reach) -> TreeBounds:
-    """The bounds of a forest.
-
-    Args:
-        ends: (T,) int64, where the subtree of each token ends; a token outside every tree has its own place.
-        reach: how far a query sees among its ancestors: `left` tokens up, or to the begin of its chunk.
-    """
+def _intervals(ends: Tensor, reach: Reach) -> Intervals:
+    """The intervals of a forest, from the end of each token's subtree, (T,) int64. A token outside every tree has its
+    own place as end. A query sees `reach.left` tokens up, or to the begin of its chunk."""
     token = torch.arange(ends.shape[0], device=ends.device)
     live = ends > token
     # A token's ancestors are the tokens before it, without those whose subtree has ended.
@@ -109,13 +84,13 @@ def _bounds(ends: Tensor, reach: Reach) -> TreeBounds:
     if reach.left == UNLIMITED and reach.chunk == UNLIMITED:
         start = torch.where(first, token, 0).cummax(0).values if token.numel() else token
     else:
-        top = torch.maximum(depth - reach.left, torch.zeros_like(depth))
+        top = (depth - reach.left).clamp(min=0)
         if reach.chunk < UNLIMITED:
             top = torch.maximum(top, depth // reach.chunk * reach.chunk)
         start = _ancestors_at(top, depth, live)
     start = torch.where(live, start, token)
-    start, stop, query_stop, depth = (x.to(torch.int32) for x in (start, token + live, ends, depth))
-    return TreeBounds(start, stop, token.to(torch.int32), query_stop, depth, first)
+    start, stop, token, ends, depth = (x.to(torch.int32) for x in (start, token + live, token, ends, depth))
+    return Intervals(start, stop, depth, partial(number_documents, first), (token, ends), True)
 
 
 def _ancestors_at(level: Tensor, depth: Tensor, live: Tensor) -> Tensor:
@@ -126,27 +101,14 @@ def _ancestors_at(level: Tensor, depth: Tensor, live: Tensor) -> Tensor:
     return in_levels[number.clamp(min=0)] & UNLIMITED if depth.numel() else depth
 
 
-def _first_out_of_order(parents: list[int]) -> int:
-    """The first token whose parent isn't on the path from the root to the token before."""
-    path: list[int] = []
-    for token, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if parent >= 0 and not path:
-            return token
-        path += [token] if parent != SLACK else []
-    raise AssertionError("the tokens are in depth-first order")
-
-
-def _require_all(good: Tensor, rows: Tensor, name: str, rule: str, first: Callable[[], int] | None = None) -> None:
+def _require_all(good: Tensor, rows: Tensor, name: Literal["parents", "ends"]) -> None:
     """Raise, or assert on the device, that all values of rows are good; the message names the first that isn't."""
 
     def message() -> str:
         if not on_host(good):
-            return f"{name}: {rule}"
-        place = first() if first is not None else int((~good).flatten().nonzero()[0])
-        row, place = divmod(place, rows.shape[1])
+            return f"{name}: {RULES[name]}"
+        row, place = divmod(int((~good).flatten().nonzero()[0]), rows.shape[1])
         where = f"{place}" if rows.shape[0] == 1 else f"{row}, {place}"
-        return f"{name}[{where}] is {int(rows[row, place])}: {rule}"
+        return f"{name}[{where}] is {int(rows[row, place])}: {RULES[name]}"
 
     require(good.all(), message)

@@ -13,35 +13,25 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
-from tritonpack.packing.units import Units
 from tritonpack.removed import refuse_removed
 
-Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
+Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The documents of each bin, as arrays of entries and the offsets at which bins begin.
+    """The entries of each bin: whole documents, or pieces of documents that were too long.
 
-    An entry is a whole document, or a piece of a document that was too long. Documents of 5, 3, 4 and 2 tokens in bins
-    of 8:
-
-    >>> packing = pack([5, 3, 4, 2], capacity=8)
-    >>> [items.tolist() for items in packing]
-    [[0, 1], [2, 3]]
-    >>> packing.items.tolist(), packing.offsets.tolist()
-    ([0, 1, 2, 3], [0, 2, 4])
-    >>> packing.num_bins, packing.lower_bound, packing.efficiency
-    (2, 2, 0.875)
-
-    A document of 12 tokens is split into 8 and 4. Its tokens 8 to 12 share a bin with document 0:
+    A document of 12 tokens is split into 8 and 4:
 
     >>> packing = pack([3, 12], capacity=8, overlong="split")
+    >>> [items.tolist() for items in packing], packing.spans(1)
+    ([[1], [1, 0]], [(1, 8, 12), (0, 0, 3)])
     >>> packing.items.tolist(), packing.starts.tolist(), packing.lengths.tolist(), packing.offsets.tolist()
     ([1, 1, 0], [0, 8, 0], [8, 4, 3], [0, 1, 3])
-    >>> packing.spans(1)
-    [(1, 8, 12), (0, 0, 3)]
+    >>> packing.num_bins, packing.lower_bound, packing.efficiency
+    (2, 2, 0.9375)
     >>> print(packing.report)
     1 document longer than the capacity split into 2 pieces: no token lost
 
@@ -51,8 +41,7 @@ class Packing:
         starts: (entries,) int64, the first token of each entry in its document.
         lengths: (entries,) int32, the tokens of each entry.
         offsets: (num_bins + 1,) int64.
-        capacity: tokens that fit into a bin.
-        max_items: documents that fit into a bin; None for any number.
+        capacity, max_items: tokens and documents that fit into a bin; None for any number of documents.
         report: what was done with the documents that are longer than the capacity.
     """
 
@@ -76,7 +65,7 @@ class Packing:
 
     @cached_property
     def lower_bound(self) -> int:
-        """A number of bins that no packing of these entries can go below, see the function `lower_bound`."""
+        """A number of bins that no packing of these entries can go below (Martello and Toth's bound L2)."""
         return lower_bound(self.lengths, self.capacity, self.max_items)
 
     @property
@@ -87,11 +76,11 @@ class Packing:
         return self.num_bins
 
     def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
-        """The items of a bin, a view; negative indices count from the end."""
+        """The items of a bin, a view; negative indices count from the end, IndexError for others."""
         return self.items[self._entries(bin_index)]
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        return (self[bin_index] for bin_index in range(self.num_bins))
+        return map(self.__getitem__, range(self.num_bins))
 
     def _entries(self, bin_index: int) -> slice:
         num_bins, bin_index = self.num_bins, index(bin_index)
@@ -107,15 +96,12 @@ class Packing:
         return list(zip(self.items[entries].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def __repr__(self) -> str:
-        entries = "documents" if not self.report.documents else "documents and pieces of documents"
-        return (
-            f"Packing({len(self.items)} {entries} in {self.num_bins} bins of {self.capacity} tokens, "
-            f"efficiency {self.efficiency:.2%})"
-        )
+        entries = f"{len(self.items)} documents{' and pieces of documents' if self.report.documents else ''}"
+        return f"Packing({entries} in {self.num_bins} bins of {self.capacity} tokens, efficiency {self.efficiency:.2%})"
 
 
 def pack(
-    lengths: Sequence[int] | NDArray[Any] | Units,
+    lengths: Sequence[int] | NDArray[Any],
     capacity: int,
     *,
     algorithm: Algorithm = "best_fit_decreasing",
@@ -129,16 +115,12 @@ def pack(
     | best_fit_decreasing | from long to short | fullest bin with room | documents + capacity |
     | best_fit | in input order | fullest bin with room | documents x log capacity |
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
-    | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
     "best_fit_decreasing" needs hardly more bins than any packing must. Its bins go from the longest documents to the
-    shortest, so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows
-    at most: bins that are filled to less than 95% are packed again with the next window, up to twice. The first call on
-    a machine compiles the loop, which takes seconds.
+    shortest, so train on the bins in random order.
 
     Args:
-        lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
-            memory; or `Units`.
+        lengths: (documents,) integers of at least 1, at least one of them; of `Units` their `tokens`.
         capacity: tokens per bin, at least 1.
         algorithm: see above.
         max_items: documents (or pieces) per bin, at least 1; None for any number.
@@ -146,38 +128,26 @@ def pack(
             "split" makes pieces of `capacity` tokens and a rest; "drop" leaves them out. The packing has a `report`.
 
     Raises:
-        ValueError: no lengths, lengths that aren't a row of integers, an empty document, a document longer than
-            `capacity` under "error", an unknown option, or units that would have to be cut.
+        ValueError: no lengths, lengths that aren't positive integers, a document longer than `capacity` under "error",
+            an unknown option.
         ImportError: numba can't be imported.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = check_integer(capacity, "capacity")
-    if algorithm == "first_fit":
+    if algorithm in ("first_fit", "windowed"):
         refuse_removed([algorithm], "pack()")
     check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = check_limit(max_items, "max_items")
-    if isinstance(lengths, Units):
-        if overlong in ("truncate", "split"):
-            raise ValueError(f"overlong={overlong!r} cuts documents, and units can't be cut. Use 'error' or 'drop'.")
-        units, lengths = lengths, lengths.tokens
-        fitted = fit_lengths(lengths, capacity, overlong, remedy="pass overlong='drop'", noun=units.noun)
-    else:
-        fitted = fit_lengths(lengths, capacity, overlong)
+    fitted = fit_lengths(lengths, capacity, overlong)
 
     from tritonpack.packing import heuristics  # imports numba, which is slow
 
     assign = getattr(heuristics, algorithm)
     entries, offsets = assign(fitted.lengths, capacity, min(limit, len(fitted.lengths)))
-    return Packing(
-        items=entries if fitted.documents is None else fitted.documents[entries],
-        starts=np.zeros(len(entries), dtype=np.int64) if fitted.starts is None else fitted.starts[entries],
-        lengths=fitted.lengths[entries],
-        offsets=offsets,
-        capacity=capacity,
-        max_items=max_items,
-        report=fitted.report,
-    )
+    items = entries if fitted.documents is None else fitted.documents[entries]
+    starts = np.zeros(len(entries), dtype=np.int64) if fitted.starts is None else fitted.starts[entries]
+    return Packing(items, starts, fitted.lengths[entries], offsets, capacity, max_items, fitted.report)
 
 
 def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
@@ -185,18 +155,11 @@ def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None
 
     A document above half the capacity needs a bin of its own. Of the others, those of at least a threshold don't fit
     beside documents above capacity - threshold. They fill the room beside the remaining large ones, and the rest of
-    their tokens needs more bins. L2 is the largest number over all thresholds; threshold 0 gives tokens / capacity.
-
-    26 tokens would fit into three bins of 10. But a 4 doesn't fit beside a 7, so two bins hold the 7s, and the three 4s
-    need two more:
+    their tokens needs more bins. L2 is the largest number over all thresholds. A 4 doesn't fit beside a 7, so two bins
+    hold the 7s, and the three 4s need two more:
 
     >>> lower_bound([4, 4, 4, 7, 7], capacity=10)
     4
-
-    Args:
-        lengths: (documents,) integers, each from 1 to `capacity`.
-        capacity: tokens per bin.
-        max_items: documents per bin, or None.
 
     Source: Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, Discrete Applied
     Mathematics 28 (1990).

@@ -9,8 +9,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from tritonpack.packing.bins import Algorithm
-from tritonpack.packing.lengths import Overlong
-from tritonpack.packing.reader import fetch, is_table, require_map_style
+from tritonpack.packing.lengths import Overlong, is_table
+from tritonpack.packing.loader import fetch, require_map_style
 from tritonpack.removed import refuse_removed
 
 
@@ -21,11 +21,7 @@ class BinDataset(Dataset):
     >>> documents[[2, 0]], documents[1], len(documents)
     ([[4], [5, 6, 7]], [8, 9], 3)
 
-    Args:
-        dataset: documents, indexed from 0.
-
-    Raises:
-        ValueError: a dataset that has no length or can't be indexed by document.
+    ValueError for a dataset that has no length or can't be indexed by document, from 0.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -40,21 +36,13 @@ class BinDataset(Dataset):
 
 
 def pack_dataset(
-    dataset: Any,
-    capacity: int,
-    *,
-    algorithm: Algorithm = "best_fit_decreasing",
-    max_items: int | None = None,
-    overlong: Overlong = "error",
-    columns: Sequence[str] | None = None,
-    jobs: int = 1,
-    **removed: Any,
-) -> Any:
+    dataset: Any, capacity: int, *, algorithm: Algorithm = "best_fit_decreasing", max_items: int | None = None,
+    overlong: Overlong = "error", columns: Sequence[str] | None = None, jobs: int = 1, **removed: Any,
+) -> Any:  # fmt: skip
     """Pack the documents of a `datasets.Dataset` into a `datasets.Dataset` of rows; row i holds the documents of bin i.
 
-    The rows can be selected, shuffled, mapped and saved. They are made by `map` of the dataset: they lie in files of
-    its cache, where the next call finds them, or in memory if the given dataset does. `info.description` says what was
-    done with documents that are too long. A row has:
+    They are made by `map` of the dataset: they lie in files of its cache, where the next call finds them, or in memory
+    if the given dataset does. `info.description` says what was done with documents that are too long. A row has:
 
     | column | holds |
     |---|---|
@@ -80,9 +68,8 @@ def pack_dataset(
     if not is_table(dataset):
         raise ValueError(
             f"pack_dataset takes a datasets.Dataset without a transform; got {type(dataset).__name__}. Make one by "
-            "datasets.Dataset.from_list(documents), from_generator(function), or dataset.map(function). Rows of any "
-            "indexed dataset load by dataloader, or by DataLoader(dataset, batch_sampler=[items.tolist() for items in "
-            "pack(lengths, capacity)], collate_fn=PackingCollator()); those of a stream by pack_stream."
+            "datasets.Dataset.from_list(documents), from_generator(function), or dataset.map(function). Rows of other "
+            "datasets load by dataloader, and those of a stream by pack_stream."
         )
     from tritonpack.packing.rows import packed_dataset  # imports datasets
 

@@ -1,7 +1,7 @@
-"""The heuristics that `pack` offers, compiled by numba.
+"""The heuristics of `pack` and `pack_stream`, compiled by numba; imported when something is packed or planned.
 
-This file and the files of planning that import it need numba. They are imported when something is packed or planned, so
-the rest of tritonpack works without numba.
+Those of `pack` take lengths (documents,) int32 from 1 to `capacity`, and the documents per bin, for which the number of
+all documents sets no limit. They return what `group_by_bin` returns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tritonpack packs and plans with loops that numba compiles, and numba can't be imported here "
-        f"({error}). Install it: pip install numba. PackingCollator and everything outside of "
-        "tritonpack.packing work without it."
+        f"({error}). Install it: pip install numba. PackingCollator works without it."
     ) from error
 
 compiled: Any = compilation.compiled()
@@ -49,11 +48,7 @@ def longest_first(lengths: Any, capacity: int) -> Any:
 
 @compiled
 def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
-    """Group documents by bin, in linear time; within a bin they keep their order.
-
-    Args:
-        bins: (documents,) integers, the bin of document order[i].
-        order: (documents,) int32, a permutation.
+    """Group documents by bin, in linear time; within a bin they keep their order. bins[i] is the bin of order[i].
 
     Returns:
         items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
@@ -71,29 +66,15 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     return items, offsets
 
 
-# Best-fit: bins with the same room form a stack, and a binary tree marks the stacks that hold a bin. Node i of the tree
-# has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So the search for the fullest bin
-# with room for a document takes O(log capacity).
-
-
 def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Exact best-fit-decreasing; among bins with equal room it takes the one that was changed last.
-
-    Args:
-        lengths: (documents,) int32, each in 1..capacity.
-        capacity: tokens per bin.
-        max_items: documents per bin; the number of all documents sets no limit.
-
-    Returns:
-        items and offsets, as `group_by_bin` returns them.
-    """
+    """Exact best-fit-decreasing; among bins with equal room it takes the one that was changed last."""
     order, sorted_lengths = longest_first(lengths, capacity)
     bins, num_bins = fullest_with_room(sorted_lengths, capacity, max_items)
     return group_by_bin(bins, order, num_bins)
 
 
 def best_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Best-fit in the input order; arguments and result as for best_fit_decreasing."""
+    """Best-fit in the input order."""
     bins, num_bins = fullest_with_room(lengths, capacity, max_items)
     return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
 
@@ -102,8 +83,9 @@ def best_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
 def fullest_with_room(lengths: Any, capacity: int, max_items: int) -> Any:
     """Put each document, in the given order, into the fullest bin with room for it.
 
-    Within a run of equal lengths the fullest bin with room remains the fullest until it has no room for that length, so
-    it takes as many documents of the run as fit, at once.
+    Bins with the same room form a stack, and a binary tree marks the stacks that hold a bin: node i has the children
+    2 i and 2 i + 1, and room r is leaf leaves + r. So a search takes O(log capacity). The fullest bin with room for a
+    length remains the fullest until it has no room, so it takes as many documents of a run of equal lengths as fit.
 
     Returns:
         The bin of each document, (documents,) int32, and the number of bins.
@@ -179,7 +161,7 @@ def _next_marked(marks: Any, room: int) -> int:
 
 @compiled
 def next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
-    """Next-fit: bins of consecutive documents; arguments and result as for best_fit_decreasing."""
+    """Next-fit: bins of consecutive documents."""
     offsets = np.empty(len(lengths) + 1, dtype=np.int64)
     num_bins = 0
     room = 0
@@ -193,35 +175,21 @@ def next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return np.arange(len(lengths)).astype(np.int32), offsets[: num_bins + 1].copy()
 
 
-WINDOW = 1024  # documents that are packed at a time; the default of pack_stream, too
 CARRY_THRESHOLD = 0.95  # the filled share of a bin below which its documents are packed again with the next window
 MAX_CARRIES = 2  # more had no measurable benefit
-
-
-def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Best-fit-decreasing of one window after another; arguments and result as for best_fit_decreasing."""
-    carried, items, sizes = np.zeros((3, 0), dtype=np.int64), [], []
-    for start in range(0, len(lengths), WINDOW):
-        window, last = lengths[start : start + WINDOW], start + WINDOW >= len(lengths)
-        entries, offsets, carried = pack_window(carried, window, start, capacity, max_items, last)
-        items.append(entries)
-        sizes.append(np.diff(offsets))
-    return np.concatenate(items).astype(np.int32), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
 
 def pack_window(
     carried: NDArray[np.int64], lengths: NDArray[np.int32], first: int, capacity: int, max_items: int, last: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Best-fit-decreasing of a window of documents, and of the documents that are carried into it.
+    """Best-fit-decreasing of a window of a stream, and of the documents that are carried into it.
 
-    Bins that are filled below CARRY_THRESHOLD are dissolved. Their documents are carried: packed again with the next
-    window. Documents that were carried MAX_CARRIES times are overdue: they are packed before all others, and their bins
-    aren't dissolved. So at most MAX_CARRIES + 1 windows are in memory.
+    Documents of bins that are filled below CARRY_THRESHOLD are carried: packed again with the next window. Documents
+    that were carried MAX_CARRIES times are packed before all others, and their bins are finished.
 
     Args:
         carried: (3, documents) int64, the number, the tokens and the carries of each document of earlier windows.
-        lengths: (documents,) integers, each in 1..capacity, of the window's documents.
-        first: the number of the first of these.
+        lengths: (documents,) integers of the window's documents, which are numbered from `first` on.
         last: no window follows, so all bins are finished.
 
     Returns:
@@ -234,9 +202,8 @@ def pack_window(
     if not len(documents):
         return documents, np.zeros(1, dtype=np.int64), pieces
 
-    # Overdue ones first, then from long to short.
     overdue = carries == MAX_CARRIES
-    order = np.argsort(-(tokens + np.where(overdue, capacity, 0)), kind="stable").astype(np.int32)
+    order = np.argsort(-(tokens + np.where(overdue, capacity, 0)), kind="stable").astype(np.int32)  # overdue ones first
     bins, num_bins = fullest_with_room(tokens[order].astype(np.int32), capacity, max_items)
     items, offsets = group_by_bin(bins, order, num_bins)
     starts, sizes = offsets[:-1], np.diff(offsets)
@@ -258,14 +225,10 @@ def pack_window(
 
 @compiled_without_arrays
 def sort_by_bytes(keys: Any, spare: Any, starts: Any, count: int, shift: int, most: int) -> None:
-    """Sort the first `count` keys, in place.
+    """Sort the first `count` keys, in place; `most` is at least the largest `key >> shift`.
 
     Few keys are sorted by insertion, which takes few moves if they nearly descend. More are sorted byte by byte from
-    the bit `shift` on, and must ascend below that bit.
-
-    Args:
-        spare, starts: (count or more,) and (257 or more,) int64, whose values don't matter.
-        most: at least the largest `key >> shift`.
+    the bit `shift` on, and must ascend below that bit. `spare` (count,) and `starts` (257,) int64 are scratch memory.
     """
     if count < _FEW:
         for place in range(count):

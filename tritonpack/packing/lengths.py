@@ -1,8 +1,9 @@
-"""Check lengths of documents, and truncate, split or drop documents that are longer than the capacity."""
+"""Measure and check lengths of documents, and truncate, split or drop documents that are longer than the capacity."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
 
+TOKENS = "input_ids"
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 Overlong = Literal["error", "truncate", "split", "drop"]
@@ -19,12 +21,9 @@ POLICIES: tuple[str, ...] = get_args(Overlong)
 
 @dataclass(frozen=True)
 class OverlongReport:
-    """The treatment of documents longer than the capacity.
+    """The treatment of documents (or units) that are longer than the capacity.
 
-    Attributes:
-        policy, noun: "error", "truncate", "split" or "drop"; "document" or "unit".
-        documents, tokens_lost, pieces: the number of documents, or units, that are longer than the capacity, of their
-            tokens that were cut off or dropped, and of the pieces that were made of them.
+    `documents` counts them, `tokens_lost` their tokens that were cut off or dropped, `pieces` what was made of them.
     """
 
     policy: str
@@ -36,29 +35,26 @@ class OverlongReport:
     def __str__(self) -> str:
         if not self.documents:
             return f"every {self.noun} fits"
-        done = {
-            "truncate": f"truncated: {count(self.tokens_lost, 'token')} cut off",
-            "split": f"split into {count(self.pieces, 'piece')}: no token lost",
-            "drop": f"dropped: {count(self.tokens_lost, 'token')} lost",
-        }[self.policy]
+        lost = count(self.tokens_lost, "token")
+        split = f"split into {count(self.pieces, 'piece')}: no token lost"
+        done = {"truncate": f"truncated: {lost} cut off", "split": split, "drop": f"dropped: {lost} lost"}[self.policy]
         return f"{count(self.documents, self.noun)} longer than the capacity {done}"
 
 
 @dataclass(frozen=True, eq=False)
 class FittedLengths:
-    """Lengths of pieces that fit, and the document of each piece. Documents of 5, 12 and 3 tokens, a capacity of 5:
+    """Lengths of pieces that fit, and the document of each piece.
 
     >>> fitted = fit_lengths([5, 12, 3], capacity=5, overlong="split")
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()
     ([5, 5, 5, 2, 3], [0, 1, 1, 1, 2], [0, 0, 5, 10, 0])
-    >>> str(fitted.report)
-    '1 document longer than the capacity split into 3 pieces: no token lost'
+    >>> print(fitted.report)
+    1 document longer than the capacity split into 3 pieces: no token lost
 
     Attributes:
-        lengths: (pieces,) int32, tokens of each piece, from 1 to the capacity.
+        lengths: (pieces,) int32, from 1 to the capacity.
         documents: (pieces,) int32, ascending, the document of each piece; None if piece i is document i.
         starts: (pieces,) int64, the first token of each piece in its document; None if all are 0.
-        report: what was done with documents that are too long.
     """
 
     lengths: NDArray[np.int32]
@@ -73,10 +69,7 @@ def count(number: Any, noun: str) -> str:
 
 
 def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_INT32, meaning: str = "") -> int:
-    """The value as an int; ValueError unless it is an integer from `least` to `most` (None: without limit).
-
-    `meaning` says in the message what `most` is.
-    """
+    """The value as an int; ValueError unless it is from `least` to `most` (None: any), which has this `meaning`."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -99,9 +92,7 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
             f"{rule}; got {lengths!r:.100}. Count the tokens of documents first: [len(ids) for ids in documents]."
         ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        remedy = ""
-        if array.ndim == 1 and array.dtype.kind == "f":
-            remedy = " Convert them to integers. If a length is missing (NaN), measure it or remove its document."
+        remedy = " If a length is missing (NaN), measure it or remove its document." if array.dtype.kind == "f" else ""
         raise ValueError(f"{rule}; got {array.dtype} of shape {array.shape}.{remedy}")
     if not array.size:
         raise ValueError("lengths is empty: there is no document to pack. Pass the tokens of at least one document.")
@@ -111,7 +102,7 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         first = int(np.argmax((array < 1) | (array > MAX_INT64)))
         raise ValueError(
             f"every document needs at least one token and at most 2**63 - 1; document {first} has length "
-            f"{array[first]}. {'Remove empty documents first' if array[first] < 1 else 'Check how it was counted'}."
+            f"{array[first]}. Remove empty documents first."
         )
     return array
 
@@ -129,10 +120,8 @@ def fit_lengths(
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them.
-        capacity: the tokens that fit, at least 1.
-        overlong: see `pack`.
-        name, remedy, noun: the name of the capacity in messages, what they advise for documents that are too long, and
-            what they call a document.
+        capacity, overlong: see `pack`.
+        name, remedy, noun: words for messages: for the capacity, for what to do, for a document.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
@@ -147,23 +136,18 @@ def fit_lengths(
         return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong, noun=noun))
 
     above = array > capacity
-    too_long = int(above.sum())
-    whole, room = count(array.size, noun), count(capacity, "token")
+    too_long, room = int(above.sum()), count(capacity, "token")
     if overlong == "error":
-        first = int(np.argmax(above))
+        first, verb = int(np.argmax(above)), "is" if too_long == 1 else "are"
         raise ValueError(
-            f"{too_long:,} of {whole} {'is' if too_long == 1 else 'are'} longer than the {name} of {room} (the first: "
-            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest:,}, or {remedy}."
+            f"{too_long:,} of {count(array.size, noun)} {verb} longer than the {name} of {room} (the first: {noun} "
+            f"{first}, {count(array[first], 'token')}). Raise the {name} to at least {longest:,}, or {remedy}."
         )
     if overlong == "drop" and too_long == array.size:
-        raise ValueError(
-            f"overlong='drop' leaves nothing: {f'the {noun} is' if too_long == 1 else f'all {whole} are'} longer than "
-            f"the {name} of {room}. Raise it, or cut documents."
-        )
+        raise ValueError(f"overlong='drop' leaves nothing: no {noun} fits into the {name} of {room}. Raise the {name}.")
     wide = array.astype(np.int64)
-    pieces = np.ones(array.size, dtype=np.int64)
-    if overlong != "truncate":
-        pieces[above] = -(-wide[above] // capacity) if overlong == "split" else 0
+    pieces_of: dict[str, Any] = {"truncate": 1, "split": -(-wide // capacity), "drop": 0}
+    pieces = np.where(above, pieces_of[overlong], 1)
     total = int(pieces.sum())
     if total > MAX_INT32:
         raise ValueError(f"splitting makes {total} pieces; at most {MAX_INT32} are packed at once. Pack in parts.")
@@ -178,3 +162,64 @@ def fit_lengths(
         starts if overlong == "split" else None,
         OverlongReport(overlong, too_long, lost, int(pieces[above].sum()), noun),
     )
+
+
+def document_length(name: str, document: Any) -> int:
+    """The number of tokens of a row or of its "input_ids", at least one. A batch of one row, as processors return it
+    with `return_tensors="pt"`, is that row. The name is for messages.
+    """
+    tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
+    is_row = (type(tokens) is list and len(tokens) > 0 and type(tokens[0]) is int) or _is_row(tokens)  # most are these
+    if not is_row and (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
+        tokens = tokens[0]
+        is_row = _is_row(tokens)
+    if not is_row:
+        given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+        if isinstance(document, Mapping):
+            given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
+        raise ValueError(
+            f"{name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. Tokenize "
+            "text first. For documents of another form pass dataloader their lengths=."
+        )
+    if not len(tokens):
+        raise ValueError(f"{name} is empty; every document needs at least one token. Remove it first.")
+    return len(tokens)
+
+
+def is_table(dataset: Any) -> bool:
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.Dataset) and dataset.format["type"] != "custom"
+
+
+def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """The lengths of documents by the offsets of a table, if the dataset is one and they tell them."""
+    if not is_table(dataset) or TOKENS not in dataset.column_names:
+        return None
+    tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
+    chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
+    for chunk in chunks:  # a row of single values for each document: no row of rows, and none missing
+        if not hasattr(chunk, "value_lengths") or chunk.null_count or chunk.type.value_type.num_fields:
+            return None
+    parts = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
+    """Tokens start to stop of a document of `tokens` tokens, in all of its columns: rows of one value per token."""
+    if not isinstance(document, Mapping):
+        return document[start:stop]
+    if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
+        raise ValueError(
+            f"document {number} has {tokens} tokens and must be cut, but {', '.join(map(repr, whole))} isn't a row of "
+            "one value per token. Remove such columns (dataset.remove_columns), or pass overlong='drop'."
+        )
+    return {name: document[name][start:stop] for name in document}
+
+
+def _is_row(values: Any) -> bool:
+    """Return whether values can be sliced and hold one value per token; of a list only the first is read."""
+    if isinstance(values, (list, tuple)):
+        return not values or not (isinstance(values[0], Sequence) or getattr(values[0], "ndim", None))
+    others = isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__")
+    return not others and hasattr(values, "__len__") and getattr(values, "ndim", 1) == 1

@@ -1,28 +1,32 @@
-"""dataloader: a DataLoader of packed rows, from a dataset and a number of tokens."""
+"""dataloader: a DataLoader of packed rows, from a dataset and a number of tokens; and the reader of its documents."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
-from typing import Any, Literal
+from itertools import islice, starmap
+from operator import mul
+from typing import Any, Literal, get_args
 
+import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tritonpack.checks import check_flag
-from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.columns import check_objective
-from tritonpack.packing.lengths import check_integer, count
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Order, Tail
-from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
+from tritonpack.checks import check_choice, check_flag
+from tritonpack.packing.collator import Numbered, PackingCollator, check_names, named, quote
+from tritonpack.packing.collator import Objective as LabelObjective
+from tritonpack.packing.lengths import TOKENS, check_integer, count, document_length, table_lengths, whole_lengths
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.packing.units import Units
 from tritonpack.removed import OPTIONS, refuse_removed
 
+DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
+
+_AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
+_GIVEN, _BY_FUNCTION = "the argument lengths", "the documents of each example"  # where lengths come from
 _CHOSEN_HERE = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"}
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
 
@@ -44,20 +48,13 @@ class PackedDataLoader(DataLoader):
     """
 
     def __init__(
-        self,
-        documents: Reader,
-        rows: MultipackDistributedBatchSampler,
-        rank: int,
-        collate: Callable[[Any], Any],
-        shard: bool,
-        **options: Any,
+        self, documents: Reader, rows: MultipackDistributedBatchSampler, rank: int, shard: bool, **options: Any
     ) -> None:
-        self.rows, self.rank = rows, rank
+        self.documents, self.rows, self.rank = documents, rows, rank
         rows._advances = True
         self._own = _Rows(rows, rank)
         self._pass, self._done = 0, 0  # the latest pass over this loader, and the batches that it has handed out
-        self.documents = documents
-        super().__init__(documents, batch_sampler=self._own if shard else rows, collate_fn=collate, **options)
+        super().__init__(documents, batch_sampler=self._own if shard else rows, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -83,11 +80,7 @@ class PackedDataLoader(DataLoader):
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. Without it each pass is the epoch after the one before.
-
-        Raises:
-            ValueError: an epoch that isn't an integer of at least 0.
-        """
+        """Choose the epoch of the next pass, an integer of at least 0. Without it each pass is over the next epoch."""
         self.rows.set_epoch(epoch)
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
@@ -95,11 +88,10 @@ class PackedDataLoader(DataLoader):
 
         Args:
             batches_done: the batches of this epoch that this rank trained on. None counts the batches that the loop
-                got from this loader; batches that workers have fetched ahead don't count.
+                got from this loader, but not the ones that workers have fetched ahead.
 
         Raises:
-            ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
-                fetches batches from a copy of this loader.
+            ValueError: more batches than the epoch has; None for a loader that accelerate prepared.
         """
         rows = self.rows
         if batches_done is None and rows._waits:
@@ -108,19 +100,15 @@ class PackedDataLoader(DataLoader):
             batches_done = self._done
         elif batches_done is None:
             raise ValueError(
-                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+                "accelerate's loader fetched the batches, so they weren't counted here. Pass batches_done, the batches "
+                "of this epoch that this process trained on."
             )
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
         return rows.state_dict(done * rows.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next pass begins with the batch after the last one that the state counts.
-
-        Raises:
-            ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
-                unchanged.
-        """
+        """Resume: the next pass begins with the batch after the last one that the state counts. ValueError for a state
+        that is damaged or of other lengths; the loader is then unchanged."""
         self.rows.load_state_dict(state)
 
     def __str__(self) -> str:
@@ -140,41 +128,25 @@ class PackedDataLoader(DataLoader):
             left_out.append(f"{cut:,} tokens cut off by max_document_length")
         if dropped := rows.dropped_documents:
             left_out.append(f"{count(dropped, units.noun)} of this epoch that fill no last step (tail)")
-        nothing = "no document" if rows._order is None else "no document of the order"
-        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
+        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
         own = "" if isinstance(self.collate_fn, PackingCollator) else " of the first document"  # others may have others
         lines.append(f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
 
 def dataloader(
-    dataset: Any,
-    tokens: int,
-    *,
+    dataset: Any, tokens: int, *,
     lengths: Sequence[int] | NDArray[Any] | Units | None = None,
     documents: DocumentsOf | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    seed: int | None = None,
-    objective: Objective = "quadratic",
-    tail: Tail = "spread",
-    overlong: Literal["error", "drop"] = "error",
-    shuffle: bool = True,
-    order: Order | None = None,
-    num_replicas: int | None = None,
-    rank: int | None = None,
-    group: Any = None,
-    shard: bool = False,
-    epochs: int = 1,
-    labels: LabelObjective = "causal",
-    per_token: Collection[str] = (),
-    drop_columns: Collection[str] = (),
-    max_document_length: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    pad_token_id: int = 0,
+    seed: int | None = None, objective: Objective = "quadratic", tail: Tail = "spread",
+    overlong: Literal["error", "drop"] = "error", shuffle: bool = True, num_replicas: int | None = None,
+    rank: int | None = None, group: Any = None, shard: bool = False, epochs: int = 1,
+    labels: LabelObjective = "causal", per_token: Collection[str] = (), drop_columns: Collection[str] = (),
+    max_document_length: int | None = None, pad_to_multiple_of: int | None = None, pad_token_id: int = 0,
     **options: Any,
-) -> PackedDataLoader:
-    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every
-    rank.
+) -> PackedDataLoader:  # fmt: skip
+    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, the same number of steps on every rank.
 
     It measures the documents, plans each epoch (MultipackDistributedBatchSampler) and joins the documents of a row
     (PackingCollator). Each pass over it is the next epoch, in another order.
@@ -189,74 +161,57 @@ def dataloader(
     >>> [batch["input_ids"].shape[1] for batch in loader]
     [8, 8, 8, 8, 8]
 
-    An example of the dataset may also be a *unit* of several documents, which stay in one row in their order, such as
-    the answers of a preference pair:
-
-    >>> pairs = [{"prompt": [1, 2], "chosen": [3] * n, "rejected": [4]} for n in (1, 2, 3, 4)]
-    >>> loader = dataloader(pairs, tokens=15, seed=0, documents=lambda pair: [
-    ...     {"input_ids": pair["prompt"] + pair[name], "completion_mask": [0, 0] + [1] * len(pair[name])}
-    ...     for name in ("chosen", "rejected")])
-    >>> print(str(loader).splitlines()[0])
-    PackedDataLoader of 4 units of 8 documents, 30 tokens (lengths from the documents of each example)
-
     Args:
-        dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
-            takes, or lists of such mappings.
+        dataset: tokenized documents, indexed from 0: mappings with the columns that PackingCollator takes. Or units,
+            lists of such mappings that stay in one row in their order, such as the answers of a preference pair.
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
             `datasets.Dataset` it reads no tokens.
         documents: a function of an example that returns its documents, a list of mappings, the same each time: it is
             called to measure examples and again at each loading.
-        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below:
-            a function of a list of examples, or of lists of documents. Where a unit isn't as long as its documents
-            together, as in trees, pass its `lengths`.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator: a function of a list of
+            examples, or of lists of documents. For units that aren't as long as their documents, as trees, pass
+            `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
+        objective, tail, shuffle: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank, group: see MultipackDistributedBatchSampler.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
-        epochs: pad this many epochs to the same number of steps, the largest of theirs. A training then has
-            `epochs * len(loader)` steps.
+        epochs: pad this many epochs to the same number of steps. A training then has `epochs * len(loader)` steps.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
             `collate_fn`.
         drop_columns: columns that are left out.
-        options: of torch's DataLoader: `num_workers`, `pin_memory`, `persistent_workers`, `generator`,
-            `worker_init_fn` and others, but none that choose documents.
+        options: of torch's DataLoader, such as `num_workers` and `pin_memory`, but none that choose documents.
 
     Raises:
         ValueError: a wrong option, lengths that don't fit, a column that can't be packed, a function that fails; while
-            loading, a document with another number of tokens than its length, documents with other columns than the
-            first.
+            loading, a document of another length than planned, or with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
     require_map_style(dataset)
     tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-    check_objective(labels, "labels")
+    check_choice(labels, get_args(LabelObjective), "labels")
     check_flag(shard, "shard")
     if unknown := sorted(options.keys() - set(_PASSED_ON)):
         refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
         raise ValueError(
-            f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
-            f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
-            "use DataLoader itself with tritonpack.PackingCollator()."
+            f"dataloader has no option {unknown[0]!r}. Of torch's DataLoader it takes {', '.join(_PASSED_ON)}; for "
+            "batches of your own use DataLoader itself with tritonpack.PackingCollator()."
         )
     packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
-    if collate_fn is None:
-        collate_fn = packing
-    elif not callable(collate_fn):
+    if collate_fn is not None and not callable(collate_fn):
         raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-    elif packing != PackingCollator():
-        unset = PackingCollator()
-        given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(unset, f.name)]
+    if collate_fn is not None and (given := [f.name for f in fields(packing) if getattr(packing, f.name) != f.default]):
         raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
+    collate_fn = packing if collate_fn is None else collate_fn
     collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
     if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
         raise ValueError(
-            f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
-            f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+            f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of}. Make tokens "
+            "a multiple of pad_to_multiple_of."
         )
     if hasattr(collate_fn, "measure"):
         refuse_removed(["measure"], "a collate_fn")
@@ -267,9 +222,149 @@ def dataloader(
     assert own_rank is not None
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
-        order=order, epochs=epochs, shard=False, group=group,
+        epochs=epochs, shard=False, group=group,
     )  # fmt: skip
-    return PackedDataLoader(reader, rows, own_rank, collate_fn, shard, **options)
+    return PackedDataLoader(reader, rows, own_rank, shard, collate_fn=collate_fn, **options)
+
+
+class Reader(Dataset):
+    """The document, or the list of documents, of each example of a dataset: measured once, counted at each loading.
+
+    Args:
+        dataset, documents, drop_columns: see `dataloader`.
+        lengths: see `dataloader`; or a `Reader` of the same dataset, which isn't measured again.
+        collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
+    """
+
+    units: Units  # what each example takes of a row, with documents of their whole lengths
+    lengths: NDArray[np.int64] | None  # (documents,) one example after the other; None if only units are known
+    counts: NDArray[np.int64]  # (examples,) the documents of each; 1 if only units are known
+    source: str  # where the lengths come from, for messages
+    columns: tuple[list[str], list[str]]  # of the first document: used ones and others
+
+    def __init__(
+        self, dataset: Any, lengths: Any = None, documents: DocumentsOf | None = None,
+        drop_columns: Collection[str] = (), collate: Any = None,
+    ) -> None:  # fmt: skip
+        check_names(drop_columns, "drop_columns", [TOKENS])
+        if documents is not None and not callable(documents):
+            raise ValueError(f"documents must be a function of an example; got {documents!r:.100}.")
+        if not len(dataset):
+            raise ValueError("the dataset has no document to pack; it is empty.")
+        self.dataset, self._documents, self._unused = dataset, documents, frozenset[str]()
+        (example,) = fetch(dataset, [0])
+        _, first = self._read(example, 0)
+        _, whole = first[0]
+        names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
+        if absent := sorted({*drop_columns} - names):
+            raise ValueError(
+                f"drop_columns names {quote(absent)}; the first example's columns are {quote(sorted(names)) or 'none'}."
+            )
+        if drop_columns:
+            self._unused = frozenset(drop_columns)
+            _, first = self._read(example, 0)
+        self.columns = sorted(names - self._unused), sorted(self._unused)
+        if collate is not None:
+            collate([first[0][1]])
+        if isinstance(lengths, Reader):
+            self.units, self.lengths = lengths.units, lengths.lengths
+            self.counts, self.source = lengths.counts, lengths.source
+        else:
+            self._measure(lengths)
+        # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
+        self._counts = collate is not None or self.source != _GIVEN
+        self._check(first, 0)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        examples = Numbered()
+        examples.numbers = numbers
+        for example, number in zip(fetch(self.dataset, numbers), numbers, strict=True):
+            several, found = self._read(example, number)
+            self._check(found, number)
+            examples.append([document for _, document in found] if several else found[0][1])
+        return examples
+
+    def cut(self, longest: int) -> Units:
+        """The units with at most `longest` tokens of each document; ValueError if only units are known."""
+        if self.lengths is None:
+            raise ValueError("max_document_length can't cut documents of lengths=Units(...); cut them before.")
+        return Units.of_counts(np.minimum(self.lengths, longest), self.counts)
+
+    def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
+        """The tokens of a padded batch of the documents of these examples, each cut to `longest` tokens."""
+        if self.lengths is None:
+            return len(numbers) * int(self.units.tokens[numbers].max())
+        stops = np.cumsum(self.counts)[numbers]
+        widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
+        return int(self.counts[numbers].sum() * min(widest, longest or widest))
+
+    def _measure(self, lengths: Any) -> None:
+        """Measure all examples. None is loaded if `lengths` or a column of a `datasets.Dataset` tell their tokens."""
+        self.source = _GIVEN
+        if lengths is None:
+            self.source = TOKENS if self._documents is None else _BY_FUNCTION
+            lengths = table_lengths(self.dataset) if self._documents is None else None
+        counts: list[int] = []
+        if lengths is None:
+            lengths = []
+            for start in range(0, len(self.dataset), _AT_ONCE):
+                numbers = range(start, min(start + _AT_ONCE, len(self.dataset)))
+                for number, example in zip(numbers, fetch(self.dataset, numbers), strict=True):
+                    own = [*starmap(document_length, self._read(example, number)[1])]
+                    lengths += own
+                    counts.append(len(own))
+        self.lengths = None if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
+        self.counts = np.array(counts) if counts else np.ones(len(lengths), dtype=np.int64)
+        self.units = lengths if self.lengths is None else Units.of_counts(self.lengths, self.counts)
+        if len(self.units.tokens) != len(self.dataset):
+            raise ValueError(
+                f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
+            )
+
+    def _check(self, found: list[tuple[str, Any]], number: int) -> None:
+        """ValueError unless the documents of an example have as many tokens as were planned."""
+        if not self._counts:
+            return
+        lengths = [*starmap(document_length, found)]
+        has = sum(lengths), sum(map(mul, lengths, lengths))
+        planned = self.units.tokens[number], self.units.squares[number]
+        if has != planned:
+            raise ValueError(
+                f"example {number} has {has[0]} tokens and {has[1]} squared tokens, but {planned[0]} and {planned[1]} "
+                f"by {self.source}. A function must return the same documents each time, and lengths= must be the "
+                "tokens of each document, of examples with several Units.of_sequences(...)."
+            )
+
+    def _read(self, example: Any, number: int) -> tuple[bool, list[tuple[str, Any]]]:
+        """Whether an example has a list of documents; its documents after their names, without unused columns."""
+        if self._documents is None:
+            found, made = example, f"example {number}"
+        else:
+            made = f"documents(...) of example {number}"
+            try:
+                found = self._documents(example)
+            except Exception as error:
+                names = sorted(map(str, example)) if isinstance(example, Mapping) else ()
+                raise ValueError(
+                    f"documents failed on example {number}, which has the columns {quote(names) or '(none)'}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        several, documents = named(found, number)
+        if (self._documents is not None and not several) or not documents:
+            raise ValueError(
+                f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
+                f"{found!r:.100}."
+            )
+        for place, (name, document) in enumerate(documents):
+            if isinstance(document, Mapping) and not self._unused.isdisjoint(document):
+                documents[place] = name, {key: document[key] for key in document if key not in self._unused}
+        return several, documents
 
 
 class _Rows(Sampler[list[int]]):
@@ -301,12 +396,46 @@ class _Rows(Sampler[list[int]]):
         """
         if self._rows.is_shared or self._rows.num_replicas > 1:
             raise ValueError(
-                f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks (it was made "
-                "with shard=True). Dividing them among processes again would lose most of them, or give ranks that "
-                "share rows different ones. For accelerate leave it out, or don't let it prepare this loader."
+                f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks. Dividing them "
+                "among processes again would lose most of them. Leave out shard=True for accelerate, or don't let it "
+                "prepare this loader."
             )
 
     @property
     def sampler(self) -> Any:
         """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
         return self
+
+
+def require_map_style(dataset: Any) -> None:
+    """ValueError for a dataset that can't be indexed by document."""
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
+    if isinstance(dataset, (Mapping, str, bytes)) or not indexed or getattr(dataset, "ndim", 1) == 0:
+        raise ValueError(
+            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pass one split "
+            "of a DatasetDict, and pack iterables with pack_stream."
+        )
+
+
+def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does.
+
+    Raises:
+        ValueError: (or ConnectionError, TimeoutError, which programs catch to resume) the dataset raises an exception;
+            the message names the document.
+    """
+    at_once = getattr(dataset, "__getitems__", None)
+    try:
+        documents = list(at_once(list(numbers)) if callable(at_once) else map(dataset.__getitem__, numbers))
+    except Exception as error:
+        for number in numbers if len(numbers) > 1 else ():  # one of which fails alone, too
+            fetch(dataset, [number])
+        kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise kind(f"document {', '.join(map(str, numbers))} can't be read: {reason}") from error
+    if len(documents) != len(numbers):
+        raise ValueError(
+            f"the dataset's __getitems__ returned {count(len(documents), 'document')} for the {len(numbers)} numbers "
+            f"{', '.join(map(str, numbers))}; it must return one for each."
+        )
+    return documents

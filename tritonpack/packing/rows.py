@@ -16,7 +16,7 @@ from pyarrow import compute, types
 
 from tritonpack import __version__
 from tritonpack.packing.bins import Algorithm, Packing, pack
-from tritonpack.packing.columns import (
+from tritonpack.packing.collator import (
     LABELS,
     LEARNED,
     LEFT_OUT,
@@ -25,15 +25,13 @@ from tritonpack.packing.columns import (
     PER_TOKEN,
     POSITIONS,
     SEQ_LENGTHS,
-    TOKENS,
     check_names,
     masked_labels,
     naming,
     quote,
     read_feature,
 )
-from tritonpack.packing.lengths import Overlong, check_integer, count
-from tritonpack.packing.reader import table_lengths
+from tritonpack.packing.lengths import TOKENS, Overlong, check_integer, table_lengths
 
 _INT8 = (MASK, "special_tokens_mask", *LEARNED)
 _KNOWN = (TOKENS, LABELS, *PER_TOKEN)
@@ -42,17 +40,9 @@ Place = Callable[[int], str]  # the number of a document -> where it is, for mes
 
 
 def packed_dataset(
-    dataset: Any,
-    capacity: int,
-    *,
-    overlong: Overlong,
-    algorithm: Algorithm,
-    max_items: int | None,
-    columns: Sequence[str] | None,
-    jobs: int,
-    folder: str | os.PathLike[str] | None = None,
-    place: Place = str,
-) -> tuple[Any, Packing]:
+    dataset: Any, capacity: int, *, overlong: Overlong, algorithm: Algorithm, max_items: int | None,
+    columns: Sequence[str] | None, jobs: int, folder: str | os.PathLike[str] | None = None, place: Place = str,
+) -> tuple[Any, Packing]:  # fmt: skip
     """A `datasets.Dataset` of rows, one for each bin, with the format of the given one; and the packing.
 
     See `pack_dataset`. `folder` holds the files of the cache; None: the folder of the dataset's files, if it has any.
@@ -65,12 +55,7 @@ def packed_dataset(
     documents, lengths = dataset.select_columns(read).with_format("arrow"), table_lengths(dataset)
     if lengths is None or lengths.min() < 1:
         _refuse(documents, range(len(documents)), kept, place)
-    try:
-        packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
-    except ValueError as error:  # documents that are too long
-        longest = int(lengths.argmax())
-        tokens = count(lengths[longest], "token")
-        raise ValueError(f"{error} The longest is document {place(longest)}: {tokens}.") from error
+    packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
     if folder is None and dataset.cache_files:
         folder = os.path.dirname(dataset.cache_files[0]["filename"])
     options = (read, capacity, overlong, algorithm, max_items)
@@ -102,8 +87,7 @@ def choose_columns(names: Sequence[str], asked: Sequence[str] | None) -> tuple[l
             packed = " Rows of several documents are packed already." if SEQ_LENGTHS in unknown else ""
             raise ValueError(
                 f"the dataset has the columns {quote(unknown)}, which may not hold one value per token.{packed} Name "
-                f"the columns that rows keep, such as columns={','.join(asked)}, or remove the others "
-                "(dataset.remove_columns)."
+                f"those to keep, such as columns={','.join(asked)}, or remove the others (dataset.remove_columns)."
             )
     check_names(asked, "columns", {*MADE, SEQ_LENGTHS, MASK, *LEFT_OUT})
     if TOKENS not in asked or len(set(asked)) < len(asked) or not {*names}.issuperset(asked):
@@ -134,10 +118,7 @@ def _rows(bins: pa.Table, documents: Any, packing: Packing, kept: list[str], pla
 
 def _checked(table: pa.Table, kept: list[str]) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
     """The columns of rows as the values of all documents, end to end, and the lengths of the documents.
-
-    Raises:
-        ValueError, pyarrow.ArrowException: a document can't be packed; the message doesn't say which.
-    """
+    ValueError or pyarrow.ArrowException if a document can't be packed."""
     table.validate(full=True)  # Arrow doesn't check offsets when it reads
     values: dict[str, Any] = {}
     lengths = compute.list_value_length(table[TOKENS]).to_numpy()
@@ -179,6 +160,5 @@ def _refuse(documents: Any, numbers: Iterable[int], kept: list[str], place: Plac
 
 
 def _lists(offsets: NDArray[np.int64], values: Any) -> pa.ListArray:
-    """A list array whose lists begin at all `offsets` but the last."""
     assert offsets[-1] == len(values) < 2**31
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))

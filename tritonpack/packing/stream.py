@@ -1,9 +1,8 @@
 """pack_stream: packs documents of an iterable into bins, for data that doesn't fit in memory.
 
 Documents become pieces (whole documents, or parts of documents that are too long), numbered from 0 and packed a window
-at a time. Pieces of poorly filled bins are carried into the next window, at most twice. A state holds no documents. It
-is the place of an earlier window, and the number of bins to pass over from there: all pieces that aren't in a bin yet
-are read again from that place on.
+at a time. Pieces of poorly filled bins are carried into the next window, at most twice. A state holds no documents, but
+the place of the earliest window with pieces that aren't in a bin yet, and the bins to pass over from there.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from hashlib import blake2b
-from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,18 +19,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.columns import TOKENS, is_iterable
-from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
-from tritonpack.packing.reader import cut, document_length, is_from_datasets, unreadable
-from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes
-from tritonpack.packing.samplers.ranks import place_among_processes, place_in_world
+from tritonpack.packing.collator import is_iterable
+from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, cut, document_length
+from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes, digest
+from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.removed import refuse_removed
 
-_END = object()
-# The place of a pass. Where a window begins: the number of its first document in the source, what the source's
-# `state_dict` returned there (None if it has none, and at the beginning), the counts of a report so far, its first
-# piece, those that are carried, bins that wait for a round, and the bins that were yielded before. Then a digest of it
-# and of each window up to the latest one, and the bins of this rank that were yielded in all, and their tokens.
+# The place of a pass: where a window begins (its first document, the source's state there if it has one, the counts of
+# the report, its first piece, carried pieces, bins that wait for a round, the bins before), a digest of each window
+# from there to the latest one, and the bins that this rank has yielded, and their tokens.
 _BEGINNING: dict[str, Any] = {
     "document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [[], [], []], "waiting": [],
     "before": 0, "checked": [], "num_bins": 0, "num_tokens": 0,
@@ -52,67 +46,58 @@ class PackedStream(EpochCounter, IterableDataset):
     part of the documents.
 
     Attributes:
-        epoch: the epoch of the next pass; while a pass is under way its epoch.
-        capacity: tokens that fit into a bin.
-        num_replicas, rank: as given or found; `rank` is None with `shard=False`.
-        num_bins, num_tokens: the bins that the latest pass of this process has yielded, and their tokens.
-        efficiency: the share of the capacity of these bins that holds tokens; 1 before the first bin.
+        epoch, capacity, num_replicas, rank: as given or found; `rank` is None with `shard=False`.
+        num_bins, num_tokens, efficiency: the bins that the latest pass of this process has yielded, their tokens, and
+            the share of their capacity that holds tokens.
         report: what it has done with documents longer than the capacity, so far.
         dropped_documents: the documents (or pieces) at its end that don't make a bin for every rank.
     """
 
     # In shared memory, because DataLoader workers read copies of the stream, and may outlive a pass.
-    epoch, _latest, _is_chosen, _is_counted, _was_counted = map(_shared, range(5))
-    _passes = _shared(5)  # that have begun
-    _passes_epochs_on = _shared(6)  # to the documents: since the first call of set_epoch
-    _is_read_by_workers = _shared(7)
+    epoch, _latest, _is_chosen, _is_counted, _was_counted, _sets_epochs, _is_read_by_workers = map(_shared, range(7))
 
     num_bins = property(lambda self: self._place["num_bins"])
     num_tokens = property(lambda self: self._place["num_tokens"])
     report = property(lambda self: OverlongReport(self._options["overlong"], *self._too_long))
     efficiency = property(lambda self: self.num_tokens / (self.num_bins * self.capacity) if self.num_bins else 1.0)
 
-    def __init__(self, documents: Any, options: dict[str, Any]) -> None:
-        self._documents, self._options = documents, options
+    def __init__(self, documents: Any, options: dict[str, Any], pack_window: Callable[..., Any]) -> None:
+        self._documents, self._options, self._pack_window = documents, options, pack_window
         self.capacity, self.num_replicas, self.rank = (options[name] for name in ("capacity", "num_replicas", "rank"))
-        self._settings = options | ({"rank": None} if self.num_replicas == 1 else {})  # of states
-        self._shared = torch.zeros(8, dtype=torch.int64, device="cpu").share_memory_()
+        self._shared = torch.zeros(7, dtype=torch.int64, device="cpu").share_memory_()
         self._latest = NEVER
-        self._was_read = False  # in this process
-        self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
-        self._go_to(_BEGINNING, NEVER, NEVER)
+        self._worker: list[int] | None = None  # of the latest pass, or of the state that was loaded
+        self._go_to(_BEGINNING, NEVER)
 
-    def _go_to(self, place: Mapping[str, Any], epoch: int, passes: int | None) -> None:
-        """Go to a place in an epoch. The next pass begins there if `passes` have begun until then; None: anyhow."""
-        self._place, self._place_epoch, self._place_passes = dict(place), epoch, passes
-        self._too_long, self.dropped_documents = [*place["too_long"]], 0
+    def _go_to(self, place: Mapping[str, Any], epoch: int, resumes: bool = False) -> None:
+        """Go to a place in an epoch, where the next pass begins if it `resumes`."""
+        self._place, self._place_epoch, self._resumes = dict(place), epoch, resumes
+        self._too_long, self.dropped_documents = place["too_long"], 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         """The bins of a pass, in rounds of one for each rank; bins that make no round wait for more."""
-        from tritonpack.packing.heuristics import pack_window  # imports numba, which is slow
-
         # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
-        values, this = self._begin_pass()
-        ranks, max_items = self.num_replicas, check_limit(self._options["max_items"], "max_items")
+        values, this = self._begin_pass(), self._place
+        ranks, max_items = self.num_replicas, self._options["max_items"]
         first, waiting, number, expected = this["first"], this["waiting"], this["before"], [*this["checked"]]
         carried = np.array(this["carried"], dtype=np.int64)
         held: dict[int, Any] = {}  # pieces that aren't in a bin yet, or in a bin to be passed over
         windows = deque[dict[str, Any]]()  # whose pieces are held
-        for mark, pieces, is_last in self._windows(values, this):
-            lengths = [tokens for _, tokens in pieces]
+        for mark, pieces, is_last in self._windows(values):
+            lengths = np.array([tokens for _, tokens in pieces])
             mark |= {"first": first, "carried": carried.tolist(), "waiting": waiting, "before": number}
-            windows.append(mark | {"checked": _digest([lengths, is_last])})
+            windows.append(mark | {"checked": digest(lengths, np.array(is_last))})
             if expected and windows[-1]["checked"] != expected[0]:
                 break
             del expected[:1]
             held |= enumerate(pieces, first)
             while len(windows) > 1 and windows[1]["first"] <= min(held):
                 windows.popleft()
-            bins, offsets, carried = pack_window(carried, np.array(lengths), first, self.capacity, max_items, is_last)
+            bins, offsets, carried = self._pack_window(carried, lengths, first, self.capacity, max_items, is_last)
             first += len(pieces)
             full = waiting + [bins[start:stop].tolist() for start, stop in pairwise(offsets)]
             if is_last:
-                full, self.dropped_documents = _whole_rounds(full, held, ranks)
+                full = _whole_rounds(full, held, ranks)
             if not expected:
                 this |= windows[0] | {"checked": [window["checked"] for window in windows]}
             whole = len(full) - len(full) % ranks
@@ -126,198 +111,136 @@ class PackedStream(EpochCounter, IterableDataset):
             waiting = full[whole:]
         if expected:
             raise ValueError(
-                "the documents aren't those that the state was saved with: their lengths differ. Resume over the same "
-                "documents in the same order: the same data, the same seed of shuffling and, if they are an iterator, "
-                "a new one. If the state_dict of documents isn't exact, as of shuffle buffers of datasets, let a pass "
-                "read them from the beginning: pack_stream(lambda: iter(documents), ...)."
+                "the documents aren't those that the state was saved with: their lengths differ. Pass the same ones in "
+                "the same order. If their own state isn't exact, as of shuffle buffers of datasets, let a pass read "
+                "them from the beginning: pack_stream(lambda: iter(documents), ...)."
+            )
+        if waiting:
+            self.dropped_documents = sum(map(len, waiting))
+            say_once(
+                "stream-end",
+                f"{self.dropped_documents} documents at the end of a stream don't make a bin for each of {ranks} ranks "
+                "and are left out.",
             )
 
-    def _begin_pass(self) -> tuple[Any, dict[str, Any]]:
-        """Count a pass that begins. Return its documents, which go on at its place if they have a state; and the place.
-
-        Raises:
-            ValueError: documents that can't be read, or a state of another worker.
-        """
-        worker, workers = worker_place()
-        resumes = self._place_epoch == self.epoch and self._place_passes in (None, self._passes)
-        if resumes and self._worker != (worker, workers):
+    def _begin_pass(self) -> Any:
+        """Count a pass that begins. Return its documents, which go on at its place if they have a state."""
+        worker, resumes = get_worker_info(), self._resumes and self._place_epoch == self.epoch
+        place = None if worker is None else [worker.id, worker.num_workers]
+        if resumes and self._worker != place:
             raise ValueError(
-                f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker} of "
-                f"{workers}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which gives "
-                "every worker its own state."
+                f"the state was saved by worker {self._worker}, and this is worker {place} (number and all; None is "
+                "none). Resume with the same num_workers, through torchdata's StatefulDataLoader."
             )
-        if isinstance(self._documents, Iterator) and (self._was_read or workers > 1):
-            fault = "which an earlier pass has read" if self._was_read else f"and {workers} workers can't read one"
-            raise ValueError(
-                f"the documents are an iterator, {fault}. Pass something that can be iterated over again: a list, a "
-                "datasets.IterableDataset, or a function that returns a new iterator, such as the generator function "
-                "itself."
-            )
-        self._is_read_by_workers, self._was_read, self._worker = get_worker_info() is not None, True, (worker, workers)
-        self._go_to(self._place if resumes else _BEGINNING, self.epoch, NEVER)
+        self._is_read_by_workers, self._worker = worker is not None, place
+        self._go_to(self._place if resumes else _BEGINNING, self.epoch)
         values: Any = self._documents if is_iterable(self._documents) else self._documents()
         if not is_iterable(values):
-            raise ValueError(
-                f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
-            )
-        if worker == 0:
+            raise ValueError(f"the function must return an iterable of documents; it returned {values!r:.100}.")
+        if worker is None or worker.id == 0:
             self._begin(epochs_differ=hasattr(values, "set_epoch"))
-            self._passes += 1
-        if hasattr(values, "set_epoch") and self._passes_epochs_on:
+        if hasattr(values, "set_epoch") and self._sets_epochs:
             values.set_epoch(self.epoch)
         if self._place["source"] is not None:
-            if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
+            if hasattr(values, "_ex_iterable"):  # of datasets: a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
             values.load_state_dict(self._place["source"])
-        return values, self._place
+        return values
 
-    def _windows(self, values: Any, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:
-        """The windows from a place on: where each begins, its pieces with their tokens, whether it is the last."""
-        size, has_state = self._options["window"], hasattr(values, "state_dict") and hasattr(values, "load_state_dict")
-        after = {name: place[name] for name in ("document", "source", "too_long")}
-        read = {"document": 0 if place["source"] is None else place["document"]}
-        documents = self._read(values, place["document"], read)
-        following = next(documents, None)
-        while following is not None:
-            mark, pieces = after, list[Any]()
-            while following is not None and len(pieces) < size:
-                pieces += following
-                if len(pieces) >= size:
-                    source = values.state_dict() if has_state else None
-                    after = {"document": read["document"], "source": source, "too_long": [*self._too_long]}
-                following = next(documents, None)
-            yield mark, pieces, following is None
-
-    def _read(self, values: Any, begin: int, read: dict[str, int]) -> Iterator[list[tuple[Any, int]]]:
-        """The pieces of each document of this worker from number `begin` on, with their tokens; `read` counts."""
-        capacity, policy = self.capacity, self._options["overlong"]
+    def _windows(self, values: Any) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:
+        """The windows from the place of the pass on: where each begins, its pieces, whether it is the last."""
+        begin, size = self._place["document"], self._options["window"]
         # An IterableDataset divides its documents among workers itself, as torch demands.
-        part, parts = (0, 1) if isinstance(values, IterableDataset) else worker_place()
-        iterator = iter(values)
-        while True:
-            number = read["document"]
-            try:
-                document = next(iterator, _END)
-            except Exception as error:
-                raise unreadable(f"document {number} of the stream", error) from error
-            if document is _END:
-                return
-            read["document"] = number + 1
-            if number < begin or number % parts != part:
+        part, parts = (0, 1) if isinstance(values, IterableDataset) else self._worker or (0, 1)
+        mark = after = {name: self._place[name] for name in ("document", "source", "too_long")}
+        window: list[Any] = []
+        for number, document in enumerate(values, 0 if self._place["source"] is None else begin):
+            pieces = self._pieces(document, number) if number >= begin and number % parts == part else []
+            if not pieces:
                 continue
-            tokens = document_length(f"document {number}", document)
-            if tokens <= capacity:
-                yield [(document, tokens)]
-                continue
-            if policy == "error":
-                raise ValueError(
-                    f"document {number} has {tokens} tokens, longer than the capacity of {capacity}. Raise the "
-                    "capacity, or say what to do with such documents: overlong='truncate', 'split' or 'drop'."
-                )
-            end = {"drop": 0, "truncate": capacity, "split": tokens}[policy]
-            spans = [(start, min(start + capacity, end)) for start in range(0, end, capacity)]
-            for place, more in enumerate((1, tokens - end, len(spans))):
-                self._too_long[place] += more
-            if spans:
-                yield [(cut(document, *span, tokens, number), span[1] - span[0]) for span in spans]
+            if len(window) >= size:
+                yield mark, window, False
+                mark, window = after, []
+            window += pieces
+            if len(window) >= size:
+                source = values.state_dict() if hasattr(values, "load_state_dict") else None
+                after = {"document": number + 1, "source": source, "too_long": self._too_long}
+        if window:
+            yield mark, window, True
+
+    def _pieces(self, document: Any, number: int) -> list[tuple[Any, int]]:
+        """A document with its tokens, or the pieces of a document that is too long, each with its tokens."""
+        capacity, policy = self.capacity, self._options["overlong"]
+        tokens = document_length(f"document {number}", document)
+        if tokens <= capacity:
+            return [(document, tokens)]
+        if policy == "error":
+            raise ValueError(
+                f"document {number} has {tokens} tokens, longer than the capacity of {capacity}. Raise it, or pass "
+                "overlong='truncate', 'split' or 'drop'."
+            )
+        end = {"drop": 0, "truncate": capacity, "split": tokens}[policy]
+        spans = [(start, min(start + capacity, end)) for start in range(0, end, capacity)]
+        self._too_long = np.add(self._too_long, (1, tokens - end, len(spans))).tolist()
+        return [(cut(document, start, stop, tokens, number), stop - start) for start, stop in spans]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, also for documents that have `set_epoch`. accelerate calls this itself.
-
-        Raises:
-            ValueError: an epoch that isn't an integer of at least 0; accelerate would dispatch batches.
-        """
-        # accelerate's dispatching loader can be recognized only by this call, which it makes before it reads.
-        caller = type(sys._getframe(1).f_locals.get("self"))
-        if any(kind.__name__ == "DataLoaderDispatcher" for kind in caller.__mro__):
+        """Choose the epoch of the next pass, also for documents that have `set_epoch`; ValueError as EpochCounter's."""
+        # accelerate calls this before it reads. Only here its loaders can be recognized.
+        caller = {kind.__name__ for kind in type(sys._getframe(1).f_locals.get("self")).__mro__}
+        if "DataLoaderDispatcher" in caller or ("IterableDatasetShard" in caller and self.rank is not None):
             raise ValueError(
-                "accelerate would read the stream in one process and cut its batches apart along their first "
-                "dimension, which also cuts the boundaries of documents. Configure it with dispatch_batches=False: "
-                "TrainingArguments(accelerator_config={'dispatch_batches': False}), or "
-                "DataLoaderConfiguration(dispatch_batches=False)."
+                f"accelerate would slice the batches of this stream, or divide the bins of rank {self.rank} again. "
+                "Pass it shard=False, and DataLoaderConfiguration(dispatch_batches=False) to accelerate or "
+                "accelerator_config={'dispatch_batches': False} to TrainingArguments."
             )
         super().set_epoch(epoch)
-        self._passes_epochs_on = True
+        self._sets_epochs = True
         if hasattr(self._documents, "set_epoch"):
             self._documents.set_epoch(self.epoch)
 
-    @property
-    def generator(self) -> None:
-        """No attribute: accelerate looks for it before it divides a dataset among processes, which may be refused."""
-        processes = max(self.num_replicas, place_among_processes()[0])
-        if self.rank is not None and processes > 1:
-            raise ValueError(
-                f"the stream yields the bins of rank {self.rank} only. Dividing them among {processes} processes again "
-                "would lose most of them. Pass shard=False to a stream for accelerate or Trainer."
-            )
-        raise AttributeError("PackedStream has no attribute 'generator'")
-
     def state_dict(self) -> dict[str, Any]:
-        """The place of the latest pass: plain numbers, and the states that the documents return where they have any.
-
-        It holds no documents. torchdata's StatefulDataLoader saves the state of each worker.
-
-        Raises:
-            ValueError: workers of a DataLoader read the stream, and this process doesn't know how far.
-        """
+        """The place of the latest pass, without documents: plain numbers, and the state of their source if it has one.
+        ValueError in a process whose DataLoader workers read the stream."""
         if get_worker_info() is None and self._is_read_by_workers:
             raise ValueError(
-                "the workers of a DataLoader read this stream, so its place isn't known here. Use torchdata's "
-                "StatefulDataLoader and save its state_dict(), or a DataLoader without workers."
+                "workers of a DataLoader read this stream, so only torchdata's StatefulDataLoader knows its place."
             )
         place = self._place if self._place_epoch == self.epoch else _BEGINNING
-        state = {"version": VERSION, "epoch": self.epoch, "worker": [*self._worker], **self._settings, **place}
-        return state | {"digest": _digest_of_state(state)}
+        return {"version": VERSION, "epoch": self.epoch, "worker": self._worker, **self._options, **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the bin after the last one that the state counts.
 
-        Documents that have `state_dict` and `load_state_dict` (datasets.IterableDataset) go on where they were, up to
-        three windows earlier. Others are read from the beginning and passed over.
+        Documents with `load_state_dict` (datasets.IterableDataset) go on up to three windows earlier. Others are read
+        from the beginning.
 
         Raises:
-            ValueError: a damaged state, or one that was saved with other options (only `overlong="error"` may change,
-                because no document was too long so far); the stream is then unchanged. At the first bin: other
-                documents than when the state was saved.
+            ValueError: no state of a stream, or one of other options (only `overlong="error"`, by which no document was
+                too long so far, may change); the stream is then unchanged. At the first bin: other documents.
         """
-        check_state(state, {"version", "epoch", "worker", *self._settings, *_BEGINNING, "digest"}, "PackedStream")
-        if state["digest"] != _digest_of_state(state):
-            raise ValueError("the state is damaged: its values aren't those that were saved. Begin a new pass.")
-        saved, place = ({name: state[name] for name in those} for those in (self._settings, _BEGINNING))
-        if saved["overlong"] == "error":
-            saved["overlong"] = self._settings["overlong"]
-        if changes := describe_changes(saved, self._settings):
-            raise ValueError(
-                f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
-                "Restore them, or begin a new pass."
-            )
-        if state["worker"][0] == 0:
+        check_state(state, {"version", "epoch", "worker", *self._options, *_BEGINNING}, "PackedStream")
+        settings = self._options | ({"overlong": "error"} if state["overlong"] == "error" else {})
+        if changes := describe_changes(state, settings):
+            raise ValueError(f"since the state was saved {changes}. Restore these settings, or begin a new pass.")
+        if (state["worker"] or [0])[0] == 0:  # the first worker counts the passes
             self.set_epoch(state["epoch"])
-        else:  # the first worker counts the passes
-            self.epoch, self._passes_epochs_on = state["epoch"], True
-        self._go_to(place, state["epoch"], None if get_worker_info() is not None else self._passes)
-        self._worker, self._is_read_by_workers = tuple(state["worker"]), False
+        self.epoch, self._sets_epochs, self._is_read_by_workers = state["epoch"], True, False
+        self._go_to({name: state[name] for name in _BEGINNING}, state["epoch"], resumes=True)
+        self._worker = state["worker"]
 
 
 def pack_stream(
-    documents: Iterable[Any] | Callable[[], Iterable[Any]],
-    capacity: int,
-    *,
-    window: int = 1024,
-    overlong: Overlong = "error",
-    max_items: int | None = None,
-    num_replicas: int | None = None,
-    rank: int | None = None,
-    shard: bool = True,
-    **removed: Any,
-) -> PackedStream:
+    documents: Iterable[Any] | Callable[[], Iterable[Any]], capacity: int, *, window: int = 1024,
+    overlong: Overlong = "error", max_items: int | None = None, num_replicas: int | None = None,
+    rank: int | None = None, shard: bool = True, **removed: Any,
+) -> PackedStream:  # fmt: skip
     """Pack documents from any iterable, in one pass over it.
 
-    The bins are the bins of `pack(algorithm="windowed")` with the same window, except that all pieces of a split
-    document stay in one window. Each window is packed by best-fit-decreasing, and the documents of poorly filled bins
-    are packed again with the next window, at most twice. So at most about three windows are in memory, and the order
-    is nearly the input order.
+    Each window is packed by best-fit-decreasing, and the documents of bins that are filled to less than 95% are packed
+    again with the next window, at most twice. So at most about three windows are in memory, and the order is nearly the
+    input order. All pieces of a split document stay in one window.
 
     >>> stream = pack_stream([[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]], capacity=4, overlong="split")
     >>> list(stream)
@@ -325,83 +248,53 @@ def pack_stream(
     >>> stream.num_bins, stream.num_tokens, str(stream.report)
     (3, 10, '1 document longer than the capacity split into 2 pieces: no token lost')
 
-    With several ranks each rank reads all documents, packs the same bins and yields its part of them. So no
-    communication is needed, and all ranks yield the same number of bins. To read less, divide the documents yourself
-    and pass `num_replicas=1`; ranks then yield different numbers of bins.
-
     Args:
-        documents: rows of tokens (lists, arrays, tensors) or mappings with a row as "input_ids". Or a function that
-            returns such an iterable, and is called for each pass. An iterator can be read once. All ranks must give
-            the same documents in the same order.
-        capacity: tokens per bin, at least 1.
-        window: the number of documents (or pieces) that are packed at a time, at least 1.
+        documents: rows of tokens (lists, arrays, tensors) or mappings with a row as "input_ids"; or a function that
+            returns such an iterable, and is called for each pass. The same in the same order on all ranks.
+        capacity, window: the tokens of a bin, and the documents (or pieces) that are packed at a time.
         overlong, max_items: see `pack`. All columns of a mapping are cut.
-        num_replicas, rank: see MultipackDistributedBatchSampler.
-        shard: yield the bins of this rank. False yields the bins of all ranks on every rank, for accelerate and
-            Trainer, which divide them.
+        num_replicas, rank: see MultipackDistributedBatchSampler. Each rank packs all bins and yields its part of them,
+            as many as the others.
+        shard: False yields the bins of all ranks on every rank, for accelerate and Trainer, which divide them.
 
     Raises:
-        ValueError: a wrong option; while iterating, a document that is empty, has another form, is longer than
-            `capacity` under "error", or must be cut and holds something else than one value per token; a second pass
-            over an iterator.
+        ValueError: a wrong option; while iterating, a document that is empty, has another form, is too long, or must be
+            cut and has a column that doesn't hold one value per token.
         ImportError: numba can't be imported.
     """
-    if removed:
-        refuse_removed(removed, "pack_stream")
-    if not is_iterable(documents) and (isinstance(documents, type) or not callable(documents)):
+    refuse_removed(removed, "pack_stream")
+    can_repeat = is_iterable(documents) and not isinstance(documents, Iterator)
+    if not can_repeat and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
-            f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}, or a "
-            f"function that returns such an iterable; got {type(documents).__name__}."
+            f"documents must be an iterable of rows of tokens or of mappings with 'input_ids' that each pass reads, or "
+            f"a function that returns one, such as a generator function; got {type(documents).__name__}."
         )
-    check_choice(overlong, POLICIES, "overlong")
-    capacity, window = check_integer(capacity, "capacity"), check_integer(window, "window")
-    max_items = None if max_items is None else check_integer(max_items, "max_items")
     check_flag(shard, "shard")
     ranks, rank = place_in_world(num_replicas, rank, shard)
-    divided = getattr(documents, "_distributed", None) if is_from_datasets(documents, "IterableDataset") else None
-    if ranks > 1 and divided is not None:
+    if ranks > 1 and getattr(documents, "_distributed", None):
         raise ValueError(
-            "the documents are divided among ranks already (split_dataset_by_node), so the ranks can't share bins. "
-            "Pass the whole dataset, or num_replicas=1."
+            "the documents are divided among ranks already (split_dataset_by_node). Pass all, or num_replicas=1."
         )
-    import_module("tritonpack.packing.heuristics")  # without numba it fails here, not in a worker
     options = {
-        "capacity": capacity, "window": window, "overlong": overlong, "max_items": max_items, "num_replicas": ranks,
+        "capacity": check_integer(capacity, "capacity"), "window": check_integer(window, "window"),
+        "overlong": check_choice(overlong, get_args(Overlong), "overlong"),
+        "max_items": check_limit(max_items, "max_items"), "num_replicas": ranks, "rank": rank,
     }  # fmt: skip
-    return PackedStream(documents, options | {"rank": rank})
+
+    from tritonpack.packing.heuristics import pack_window  # imports numba, which is slow
+
+    return PackedStream(documents, options, pack_window)
 
 
-def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> tuple[list[list[int]], int]:
-    """The last bins, divided until every rank has the same number of them; and how many pieces are left out."""
-    rest, whole = len(bins) % ranks, -(-len(bins) // ranks) * ranks
-    if whole <= sum(map(len, bins)):
-        bins = list(bins)
-        while len(bins) < whole:  # halve the fullest
-            tokens = [sum(held[item][1] for item in items) if len(items) > 1 else 0 for items in bins]
-            at = int(np.argmax(tokens))
-            ends = np.cumsum([held[item][1] for item in bins[at]])
-            cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
-            bins[at : at + 1] = [bins[at][:cut], bins[at][cut:]]
-        return bins, 0
-    dropped = sum(map(len, bins[len(bins) - rest :]))
-    say_once(
-        "stream-end",
-        f"{dropped} documents at the end of a stream don't make a bin for each of {ranks} ranks, so they are left out. "
-        "The stream's dropped_documents counts them.",
-    )
-    return bins, dropped
-
-
-def _digest_of_state(state: Mapping[str, Any]) -> str:
-    """A digest of a state without the state of the documents, which may have any form."""
-    return _digest([(name, state[name]) for name in sorted(state) if name not in ("source", "digest")])
-
-
-def _digest(values: Any) -> str:
-    return blake2b(repr(values).encode(), digest_size=16).hexdigest()
-
-
-def worker_place() -> tuple[int, int]:
-    """The number of this DataLoader worker and of all of them; (0, 1) outside of workers."""
-    worker = get_worker_info()
-    return (0, 1) if worker is None else (worker.id, worker.num_workers)
+def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> list[list[int]]:
+    """The last bins, halved until every rank has the same number of them, if they hold enough documents for that."""
+    missing = -len(bins) % ranks
+    if len(bins) + missing > sum(map(len, bins)):
+        return bins
+    for _ in range(missing):
+        tokens = [sum(held[item][1] for item in items) if len(items) > 1 else 0 for items in bins]
+        at = int(np.argmax(tokens))  # the fullest
+        ends = np.cumsum([held[item][1] for item in bins[at]])
+        cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
+        bins = [*bins[:at], bins[at][:cut], bins[at][cut:], *bins[at + 1 :]]
+    return bins

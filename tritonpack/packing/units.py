@@ -11,19 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tritonpack.packing.columns import TOKENS, naming, read_sequences
-from tritonpack.packing.lengths import MAX_INT32, OverlongReport, fit_lengths, whole_lengths
+from tritonpack.packing.collator import naming, read_sequences
+from tritonpack.packing.lengths import MAX_INT32, TOKENS, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The size of each item of a dataset, for items that aren't one document each.
+    """The sizes of units: of what must share a row, such as a preference pair or the completions of a prompt.
 
-    A unit is what must share a row: a preference pair, or the completions of one prompt. Its sequences don't see each
-    other, so the cost of attention is the sum over them.
-
-    Two pairs of sequences:
+    Its sequences don't see each other, so the cost of attention is the sum over them. Two pairs of sequences:
 
     >>> units = Units.of_sequences([[3, 2], [4, 4]])
     >>> units.tokens.tolist(), units.squares.tolist()
@@ -32,8 +29,7 @@ class Units:
     Attributes:
         tokens: (units,) int64, from 1 to 2**31 - 1.
         squares: (units,) int64, the sum of squared lengths of the sequences, from `tokens` to `tokens**2`. A tree of T
-            tokens with P visible pairs of a query and a key counts as 2 P - T, which is n**2 for a single sequence of n
-            tokens.
+            tokens with P visible pairs of a query and a key counts as 2 P - T.
 
     Raises:
         ValueError: arrays of different lengths or other dtypes, or values outside of these ranges.
@@ -44,37 +40,19 @@ class Units:
 
     def __post_init__(self) -> None:
         tokens, squares = _tokens(self.tokens), np.asarray(self.squares)
+        rule = f"squares must be {len(tokens)} integers, the sums of squared lengths of the sequences of each unit"
         if squares.shape != tokens.shape or squares.dtype.kind not in "iu":
-            raise ValueError(
-                f"squares must be {len(tokens)} integers, one for each unit; got {squares.dtype} of shape "
-                f"{squares.shape}."
-            )
+            raise ValueError(f"{rule}; got {squares.dtype} of shape {squares.shape}.")
         wrong = (squares < tokens) | (squares > tokens**2)
         if wrong.any():
             unit = int(np.argmax(wrong))
-            raise ValueError(
-                f"squares, the sum of squared lengths of a unit's sequences, must be from tokens to tokens**2; unit "
-                f"{unit} has {tokens[unit]} tokens and squares {squares[unit]}."
-            )
+            raise ValueError(f"{rule}; unit {unit} has {tokens[unit]} tokens and squares {squares[unit]}.")
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "squares", squares.astype(np.int64))
 
     @classmethod
-    def of_documents(cls, lengths: Sequence[int] | NDArray[Any]) -> Units:
-        """Units of one document each, of (units,) integers of at least 1; ValueError for others."""
-        tokens = _tokens(lengths)
-        return cls(tokens, tokens**2)
-
-    @classmethod
     def of_sequences(cls, lengths: Sequence[Sequence[int] | NDArray[Any]]) -> Units:
-        """Units of one or more sequences each.
-
-        Args:
-            lengths: for each unit the tokens of its sequences, at least 1 each.
-
-        Raises:
-            ValueError: a unit without sequences or with lengths that aren't positive integers.
-        """
+        """Units of sequences, from the tokens of the sequences of each; ValueError for no sequence, or an empty one."""
         parts = []
         for number, unit in enumerate(lengths):
             with naming(f"unit {number}:"):
@@ -91,18 +69,13 @@ class Units:
     def of_trees(cls, groups: Sequence[Sequence[Any]]) -> Units:
         """Units of sequences that begin alike, each of which is computed as a tree (see `pack_tree`).
 
-        A prompt of two tokens and completions of three tokens and of one. The tree has 6 tokens. They see 1, 2, 3, 4
-        and 5 tokens, and the completion of one token sees 3:
+        A prompt of two tokens, and completions of three tokens, which see 3, 4 and 5, and of one, which sees 3:
 
         >>> units = Units.of_trees([[[5, 6, 7, 8, 9], [5, 6, 4]]])
         >>> units.tokens.tolist(), units.squares.tolist() == [2 * (1 + 2 + 3 + 4 + 5 + 3) - 6]
         ([6], True)
 
-        Args:
-            groups: for each unit its sequences: at least one, of at least one token id each.
-
-        Raises:
-            ValueError: a unit without sequences, a sequence that isn't a row of integers.
+        `groups` has for each unit its sequences of token ids. ValueError: no sequence, or one without token ids.
         """
         sizes = []
         for number, group in enumerate(groups):
@@ -120,7 +93,7 @@ class Units:
 
     @cached_property
     def are_documents(self) -> bool:
-        """Return whether each unit is one sequence, so that its tokens give the squares, too."""
+        """Return whether each unit is one sequence."""
         return bool((self.squares == self.tokens**2).all())
 
     @property
@@ -130,8 +103,11 @@ class Units:
 
 
 def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
-    """Units as they are, and lengths as units of one document each."""
-    return lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
+    """Units unchanged, and lengths as units of one document each."""
+    if isinstance(lengths, Units):
+        return lengths
+    tokens = _tokens(lengths)
+    return Units(tokens, tokens**2)
 
 
 def fit_for_sampler(

@@ -93,21 +93,19 @@ class _Gather(torch.autograd.Function):
 
 def _exchange_lengths(shard: Tensor, dim: int, ranks: Ranks) -> list[int]:
     """Each rank's size along `dim`; raises on every rank if the shards don't fit each other."""
-    header = None
+    text, form, length = "no such tensor", None, 0
     if isinstance(shard, Tensor) and ranks.reaches(shard.device):
-        needs = ", needs gradients" if torch.is_grad_enabled() and shard.requires_grad else ""
-        header = tuple(shard.shape), dim, f"{str(shard.dtype).removeprefix('torch.')}{needs}"
-    headers: list[tuple[tuple[int, ...], int, str] | None] = gather_objects(header, ranks)
-    texts = ["no such tensor" if one is None else f"{one[0]} along dim={one[1]}, {one[2]}" for one in headers]
-    given = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-    present = [one for one in headers if one is not None and -len(one[0]) <= one[1] < len(one[0])]
-    if len(present) < len(headers):
+        shape, needs = tuple(shard.shape), torch.is_grad_enabled() and shard.requires_grad
+        text = f"{shape} along dim={dim}, {shard.dtype}{', needs gradients' if needs else ''}"
+        if -shard.ndim <= dim < shard.ndim:
+            place, length = dim % shard.ndim, shape[dim]
+            form = place, shape[:place], shape[place + 1 :], shard.dtype, needs
+    headers: list[tuple[str, Any, int]] = gather_objects((text, form, length), ranks)
+    forms = {form for _, form, _ in headers}
+    if len(forms) > 1 or None in forms:
+        given = "; ".join(f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(headers))
         raise ValueError(
-            f"shards must be tensors that the backend of the group can reach, with the dimension dim; got {given}."
+            "shards must be tensors that the backend of the group can reach, with the dimension dim. They may differ "
+            f"in their size along dim alone, and either all or none need gradients; got {given}."
         )
-    if len({(shape[:dim], dim % len(shape), shape[dim:][1:], notes) for shape, dim, notes in present}) > 1:
-        raise ValueError(
-            "the ranks' shards may differ in their size along dim alone, and either all or none need gradients; got "
-            f"{given}."
-        )
-    return [shape[dim] for shape, dim, _ in present]
+    return [length for _, _, length in headers]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tritonpack.attention import Backend, check_inputs
 from tritonpack.backends import resolve_backend
@@ -14,16 +16,15 @@ from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
-from tritonpack.parallel.exchanges import ring
-from tritonpack.parallel.exchanges.by_heads import ByHeads
-from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
+from tritonpack.parallel.exchanges import by_heads, ring
+from tritonpack.parallel.exchanges.call import Call, rows_mask, sink_gradients
 from tritonpack.parallel.exchanges.ulysses import attend_to_heads
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-EXCHANGED: dict[Any, Any] = {**{name: ByHeads(name) for name in ("auto", "all_gather", "group_cast")}, "ring": ring}
+EXCHANGED = {"auto": by_heads, "all_gather": by_heads, "group_cast": by_heads, "ring": ring}
 
 
 def attend(
@@ -78,18 +79,17 @@ def attend(
             unknown exchange, or an option that it can't compute. A rank whose tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    dimensions = dimensions_of(as_ranks(group, dimensions=2), exchange)
+    whole = dimensions_of(as_ranks(group, dimensions=2), exchange), mask, layout
     q, k, v = autocast(q, k, v)
-    options, chosen = check_call(
-        q, k, v, mask, layout, dimensions, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    return run_shared(q, k, v, mask, layout, dimensions, options, chosen)
+    checked = check_call(
+        *whole, q, k, v, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
+    )
+    return run_shared(*whole, q, k, v, *checked)
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions, backend: Backend,
-    dropout_p: float = 0.0, **options: Any,
+    dimensions: Dimensions, mask: BlockDiagonalMask, layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    backend: Backend, dropout_p: float, **options: Any,
 ) -> tuple[AttentionOptions, str]:  # fmt: skip
     """The options and the backend of a call of `attend`; raises for what it refuses."""
     ranks, heads, keys = dimensions.ranks, dimensions.heads, dimensions.keys
@@ -128,20 +128,35 @@ def check_call(
 
 
 def run_shared(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions,
+    dimensions: Dimensions, mask: BlockDiagonalMask, layout: Layout, q: Tensor, k: Tensor, v: Tensor,
     options: AttentionOptions, backend: str,
 ) -> Tensor:  # fmt: skip
     """`attend` after its checks, which are the same for layers that are alike."""
-    across, within = dimensions.layouts(mask, layout)
-    keys = dimensions.keys
+    (across, within), heads, keys = dimensions.layouts(mask, layout), dimensions.heads, dimensions.keys
 
     def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Some heads of the rows that the ranks which divide heads own together."""
         if keys is None:
             return run_attention(q, k, v, mask, options, backend)[0]
-        call = Call(keys, across, mask, replace(options, sinks=None), backend)
-        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+        call = Call(dimensions.exchange, keys, across, mask, replace(options, sinks=None), backend)
+        return _Exchanged.apply(call, q, k, v, options.sinks)
 
-    if dimensions.heads is None:
-        return attention(q, k, v, options)
-    return attend_to_heads(attention, dimensions.heads, within, q, k, v, options)
+    return attention(q, k, v, options) if heads is None else attend_to_heads(attention, heads, within, q, k, v, options)
+
+
+class _Exchanged(torch.autograd.Function):
+    """(call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
+        out, lse = EXCHANGED[call.exchange].forward(call, *tensors)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, sinks, out, lse = ctx.saved_tensors
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
+        return None, *EXCHANGED[ctx.call.exchange].backward(ctx.call, dout, *tensors, out, lse), dsinks

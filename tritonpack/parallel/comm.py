@@ -16,7 +16,7 @@ from tritonpack.checks import describe
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | Ranks | None"
+    GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 Arrival = Callable[[], Tensor]  # waits for a collective and returns its result
 
@@ -57,8 +57,6 @@ def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
         ValueError: there is no process group; it isn't a group; the mesh has more dimensions, or two whose ranks don't
             ascend row by row; this process isn't in the group.
     """
-    if isinstance(group, Ranks):
-        return group
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "there is no process group; call torch.distributed.init_process_group first, in a process that torchrun "
@@ -68,27 +66,28 @@ def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
     if hasattr(found, "get_group"):
         if found.ndim > dimensions:
             raise ValueError(
-                f"group is a DeviceMesh of {found.ndim} dimensions, {found.mesh_dim_names}; pass "
+                f"got a DeviceMesh of {found.ndim} dimensions, {found.mesh_dim_names}; pass "
                 f"{'one of them' if dimensions == 1 else 'one or two of them'}, such as mesh['sp']."
             )
-        if found.ndim == 2:
+        if found.ndim == 2 and found.get_coordinate() is not None:
             return _of_two_dimensions(found)
-        found = found.get_group()
+        found = found.get_group() if found.ndim == 1 else dist.GroupMember.NON_GROUP_MEMBER
     member = found is not dist.GroupMember.NON_GROUP_MEMBER
     if member and not isinstance(found, dist.ProcessGroup):
         raise ValueError(
-            f"group must be a process group, a DeviceMesh, or None for the whole world; got {describe(found)}. Pass a "
-            "mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
+            "ranks share a batch in a process group, a DeviceMesh, or (None) the whole world; got "
+            f"{describe(found)}. Pass a mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
         )
     if not member or dist.get_rank(found) < 0:
-        raise _not_a_member(found)
+        raise ValueError(
+            f"this process, rank {dist.get_rank()} of the world, isn't in the group; got {group!r:.100}. Pass the "
+            "group or the mesh that it belongs to."
+        )
     return Ranks(found, dist.get_rank(found), dist.get_world_size(found))
 
 
 def _of_two_dimensions(mesh: Any) -> Ranks:
     numbers = mesh.mesh.flatten().tolist()
-    if mesh.get_coordinate() is None:
-        raise _not_a_member(mesh)
     if numbers != sorted(numbers):
         raise ValueError(
             f"the ranks of a mesh of two dimensions must ascend row by row; got {mesh.mesh.tolist()}. Make it with "
@@ -98,13 +97,6 @@ def _of_two_dimensions(mesh: Any) -> Ranks:
         raise ValueError("a mesh of two dimensions needs names, such as mesh_dim_names=('across', 'within').")
     whole = as_ranks(None if len(numbers) == dist.get_world_size() else mesh._flatten())
     return replace(whole, dimensions=tuple(as_ranks(mesh.get_group(dim)) for dim in range(2)))
-
-
-def _not_a_member(group: Any) -> ValueError:
-    return ValueError(
-        f"this process, rank {dist.get_rank()} of the world, isn't in the group; got {group!r:.100}. Pass the group or "
-        "the mesh that it belongs to."
-    )
 
 
 def gather(x: Tensor, ranks: Ranks) -> Arrival:

@@ -6,20 +6,19 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.checks import check_flag
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import as_ranks
-from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
+from tritonpack.parallel.consistency import compared_parameters, require_reduction, require_same, require_shardable
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.layouts import check_layout_name
 from tritonpack.parallel.shard import Cover, ShardStage
-from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
-from tritonpack.parallel.trainers.watch import unwatch, watch
-from tritonpack.parallel.validate import require_reduction, require_shardable
+from tritonpack.parallel.shard_and_gather import Sharding
+from tritonpack.parallel.trainers import unwatch, watch
 from tritonpack.patches import patch
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.patching import Patch
@@ -28,8 +27,6 @@ from tritonpack.removed import refuse_removed
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
-
-SETTINGS = ("exchange", "layout", "gather_outputs", "grad_reduce", "check_batches")
 
 
 class SequenceParallel:
@@ -53,9 +50,8 @@ class SequenceParallel:
     `total`.
 
     While a Trainer of transformers or TRL trains, evaluates or predicts in the context, its own loader gives the ranks
-    of a group one batch, and it counts the group as one process.
-
-    Models that aren't patched are patched on entry. Leaving restores them, also after an exception.
+    of a group one batch, and it counts the group as one process. Models that aren't patched are patched on entry.
+    Leaving restores them, also after an exception.
 
     Args:
         model_or_models: a transformers model, a module that holds one (DDP, PEFT), or several, such as policy and
@@ -68,9 +64,8 @@ class SequenceParallel:
             "stripe". The first one waits for the device once per forward. With a pair of exchanges, the ranks that
             divide heads own rows together, and each of them gets a run of these.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
-        grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, which waits for the device. Without it,
-            batches that differ may give wrong numbers, or ranks that wait until the time limit of the group.
+            batches that differ may give wrong numbers, or ranks wait until the time limit of the group.
 
     Raises:
         ValueError: on every rank: settings that are unknown or differ between ranks, a model that is in another
@@ -89,7 +84,6 @@ class SequenceParallel:
         exchange: str | tuple[str, str] = "auto",
         layout: str = "documents",
         gather_outputs: bool = False,
-        grad_reduce: GradReduce = "mean",
         check_batches: bool = True,
         **removed: Any,
     ) -> None:
@@ -98,11 +92,11 @@ class SequenceParallel:
         self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
         self.ranks = as_ranks(group_or_mesh, dimensions=2)
         # Checked on entry, which raises on every rank.
-        self.exchange, self.layout, self.grad_reduce = exchange, layout, grad_reduce
+        self.exchange, self.layout = exchange, layout
         self.gather_outputs, self.check_batches = gather_outputs, check_batches
         self.entered = self.running = False  # running: not paused
         self.sharding: Sharding | None = None  # of the last batch
-        self.compared = ComparedParameters([])
+        self.compared = compared_parameters([])
         self.heads: list[Pipeline] = []  # the forwards that share their batches
         self._patches: list[Patch] = []
 
@@ -117,17 +111,16 @@ class SequenceParallel:
         try:
             self.dimensions = dimensions_of(self.ranks, self.exchange)
             check_layout_name(self.layout)
-            check_choice(self.grad_reduce, get_args(GradReduce), "grad_reduce")
             check_flag(self.gather_outputs, "gather_outputs")
             check_flag(self.check_batches, "check_batches")
             self._prepare()
         except Exception as problem:
             error = problem
-        settings = {name: getattr(self, name) for name in SETTINGS}
-        settings["models"] = [type(model).__name__ for model in self.models]
-        settings |= _configured(self.shared_modules)
+        settings = {"models": ", ".join(type(model).__name__ for model in self.models)}
+        for name in ("exchange", "layout", "gather_outputs", "check_batches"):
+            settings[name] = str(getattr(self, name))
         try:
-            require_same_settings(self.ranks, error, settings)
+            require_same(self.ranks, error, settings)
         except Exception:
             self._restore()
             raise
@@ -181,13 +174,6 @@ class SequenceParallel:
         """
         return self._last().total(part)
 
-    def __repr__(self) -> str:
-        names = ", ".join(type(model).__name__ for model in self.models)
-        return (
-            f"SequenceParallel({names}: rank {self.ranks.rank} of {self.ranks.size}, exchange={self.exchange!r}, "
-            f"layout={self.layout!r})"
-        )
-
     @property
     def shared_modules(self) -> list[nn.Module]:
         """The modules whose calls share batches, while the context is entered."""
@@ -228,7 +214,7 @@ class SequenceParallel:
                         head.shard = ShardStage(self, len(self.heads), head.module)
                         self.heads.append(head)
         self.cover_heads()
-        self.compared = ComparedParameters(self.models)
+        self.compared = compared_parameters(self.models)
 
     def _restore(self) -> None:
         self.entered = self.running = False
@@ -241,17 +227,7 @@ class SequenceParallel:
         for handle in reversed(self._patches):
             handle.unpatch()
         self.heads, self._patches = [], []
-        self.compared, self.sharding = ComparedParameters([]), None
-
-
-def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
-    """The numbers and words in the configurations of models, without paths, which may differ from rank to rank."""
-    return {
-        f"config.{name} of model {number}": value
-        for number, module in enumerate(modules)
-        for name, value in module.config.get_text_config().to_dict().items()  # type: ignore[operator, union-attr]
-        if isinstance(value, (int, float, str)) and not re.search("^_|path|version", name)
-    }
+        self.compared, self.sharding = compared_parameters([]), None
 
 
 def _explain(error: BaseException, sharding: Sharding) -> None:

@@ -19,14 +19,6 @@ KeyExchange = Literal["auto", "all_gather", "group_cast", "ring"]
 Exchange = Literal[KeyExchange, "ulysses"]
 Exchanges = Exchange | tuple[Exchange, Exchange]  # two for a mesh of two dimensions
 
-# Name of axolotl -> exchange and layout.
-AXOLOTL = {
-    "varlen_llama3": ("all_gather", "contiguous"),
-    "batch_ring": ("ring", "contiguous"),
-    "batch_zigzag": ("ring", "zigzag"),
-    "batch_stripe": ("ring", "stripe"),
-}
-
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -39,7 +31,7 @@ class Dimensions:
         ranks: the whole group.
         heads: the ranks with which this one divides heads; None if it computes all heads.
         keys: the ranks between which the keys and values of this rank's heads travel; None if it has all of them.
-        exchange: how they travel; None if they never do.
+        exchange: how they travel; "ulysses" if they never do.
         owners: for each rank of `keys`, the ranks of the group that own rows together, in the order of `heads`.
         checked: the options and the backend of each form of q, k and v that a model's layers have passed.
     """
@@ -47,14 +39,14 @@ class Dimensions:
     ranks: Ranks
     heads: Ranks | None
     keys: Ranks | None
-    exchange: KeyExchange | None
+    exchange: Exchange
     owners: tuple[tuple[int, ...], ...]
     checked: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. Ranks that divide heads get runs of the rows that they own together."""
         parts = len(self.owners[0])
-        if self.exchange is None or parts == 1:
+        if self.exchange == "ulysses" or parts == 1:
             return make_layout(name, masks, self.ranks.size)
         ranks = [rank for owners in self.owners for rank in owners]
         rows = make_layout(name, masks, len(self.owners)).divide(parts).rows
@@ -87,31 +79,24 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
     names = list(exchange) if pair else [exchange]
     keys = [name for name in names if name in get_args(KeyExchange)]
     if len(names) != 2 or len(keys) != 1 or "ulysses" not in names if pair else names[0] not in get_args(Exchange):
-        remedy = ""
-        if not pair and exchange in AXOLOTL:
-            remedy = " This name of axolotl's stands for exchange={!r} with layout={!r}.".format(*AXOLOTL[exchange])
         raise ValueError(
             f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}, or for a mesh of two dimensions a "
             "pair: 'ulysses' for the dimension along which ranks divide heads, and another one for the other, such as "
-            f"('group_cast', 'ulysses'); got {exchange!r:.100}.{remedy}"
+            f"('group_cast', 'ulysses'); got {exchange!r:.100}."
+        )
+    if pair != bool(ranks.dimensions):
+        raise ValueError(
+            "a mesh of two dimensions, such as mesh['across', 'within'], needs a pair of exchanges, such as "
+            "('group_cast', 'ulysses'), and a process group or a mesh of one dimension needs one exchange; got "
+            f"exchange={exchange!r} for {'two dimensions' if ranks.dimensions else 'one dimension'}."
         )
     if pair:
-        if not ranks.dimensions:
-            raise ValueError(
-                f"exchange={exchange!r} is for a mesh of two dimensions, and the group has one. Pass a mesh such as "
-                "mesh['across', 'within'], or one name."
-            )
         along = names.index("ulysses")
         numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
         heads, between = (
             one if one.size > 1 else None for one in (ranks.dimensions[along], ranks.dimensions[1 - along])
         )
         return Dimensions(ranks, heads, between, keys[0], tuple(map(tuple, numbers.tolist())))
-    if ranks.dimensions:
-        raise ValueError(
-            "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "
-            f"{exchange!r}. For one exchange between all ranks, pass a process group or a mesh of one dimension."
-        )
     if exchange == "ulysses":
-        return Dimensions(ranks, ranks, None, None, (tuple(range(ranks.size)),))
+        return Dimensions(ranks, ranks, None, exchange, (tuple(range(ranks.size)),))
     return Dimensions(ranks, None, ranks, exchange, tuple((rank,) for rank in range(ranks.size)))

@@ -25,9 +25,7 @@ LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rows of a batch that each rank owns. Every row has one owner.
-
-    Shards differ in length if the number of rows isn't a multiple of the number of ranks.
+    """The rows of a batch that each rank owns. Every row has one owner. Shards may differ in length.
 
     >>> mask = BlockDiagonalMask.from_seqlens([7])
     >>> layout = make_layout("zigzag", mask, 2)
@@ -53,10 +51,8 @@ class Layout:
         if len(forms) != 1 or False in forms or self.rows[0].ndim != 1 or self.rows[0].dtype != torch.int64:
             given = "; ".join(map(describe, self.rows)) or "none, and every rank needs one"
             raise ValueError(f"rows must be one-dimensional int64 tensors on one device; got {given}.")
-        together = torch.cat(self.rows)
-        owned = together.new_zeros(together.shape, dtype=torch.bool)
-        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = True
-        valid = (together >= 0).all() & (together < together.shape[0]).all() & owned.all()
+        together, _ = torch.cat(self.rows).sort()
+        valid = (together == torch.arange(together.shape[0], device=together.device)).all()
         for rows in self.rows:
             valid &= (rows[1:] > rows[:-1]).all()
         require(
@@ -170,10 +166,7 @@ class Runs(NamedTuple):
 
 
 def host_bounds(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
-    """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once.
-
-    Raises ValueError for a mask of trees, whose rows don't see all keys between their bounds.
-    """
+    """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once."""
     if mask.is_tree:
         raise ValueError(
             "the keys that rows of trees see can't be counted here. For a mask of trees use the layout 'contiguous', "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,9 +18,6 @@ from tritonpack.patches.targets import takes_targets
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 FUSED_HEAD = "fused_lm_head"  # the argument that asks for TRL's head
-
-# Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
-FUSED = frozenset({"liger_kernel"})
 
 REMEDY = (
     "Pass no labels, and compute the loss from the logits of the whole batch, which SequenceParallel(..., "
@@ -49,12 +45,12 @@ def shifts(loss_function: Any) -> bool:
 def fuses_loss(model: PreTrainedModel) -> bool:
     """Return whether a model's forward is Liger-Kernel's, which computes the loss without loss function and logits.
 
-    It takes the targets and their number as arguments. Code of tritonpack, and wrappers, may lie around it.
+    It takes `shift_labels` and `num_items_in_batch`. Code of tritonpack, and wrappers, may lie around it.
     """
     forward: Any = model.__dict__.get("forward", type(model).forward)
     while forward is not None:
         code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if code is not None and package_of(forward) in FUSED:
+        if code is not None and package_of(forward) == "liger_kernel":
             return "shift_labels" in code.co_varnames
         forward = forward.inner if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
     return False
@@ -62,7 +58,7 @@ def fuses_loss(model: PreTrainedModel) -> bool:
 
 @dataclass(eq=False)
 class ShardedLoss:
-    """The loss of one call: it takes the place of the model's loss function, and gives a fused loss its targets.
+    """The loss of one call, in place of the model's loss function. It also gives a fused loss its targets.
 
     Attributes:
         own: the model's loss function.
@@ -125,9 +121,8 @@ class ShardedLoss:
 class FusedHead:
     """The loss of one call of a model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
 
-    The head returns some numbers per token in place of logits. It compares each token with the label of the next one,
-    or with `shift_labels`, so each rank's head gets the targets of its own rows. Every rank gets the numbers of the
-    whole batch, as the losses of SFTTrainer, DPOTrainer and GRPOTrainer read them.
+    The head returns numbers per token in place of logits, and compares tokens with `shift_labels`. So each rank's head
+    gets the targets of its own rows. Every rank returns the numbers of the whole batch, which TRL's losses read.
 
     Attributes:
         sharding: how the batch is divided.
@@ -145,20 +140,17 @@ class FusedHead:
 
     def finish(self, output: Any) -> Any:
         """Make the output of the whole batch from this rank's rows, on every rank and differentiably."""
-        names = [name for name, value in output.items() if value is not None and name != "loss"]
-        for name in names:
-            if not isinstance(output[name], Tensor) or output[name].shape != self.targets.shape:
+        for name, value in list(output.items()):
+            if value is None or name == "loss":
+                continue
+            if not isinstance(value, Tensor) or value.shape != self.targets.shape:
                 raise UnsupportedModelError(
                     f"the fused head returns {name}, which isn't one number per token, so ranks can't gather it. Leave "
                     "it out, or train without SequenceParallel."
                 )
-        dtypes = {name: output[name].dtype for name in names}
-        wide = output["log_probs"].dtype
-        whole = self.sharding.gather(torch.stack([output[name].to(wide) for name in names], -1))  # one collective
-        if self.given.get("shift_labels") is None:  # else the last token of a row has a place in the output
-            whole = whole[:, :-1]
-        for name, values in zip(names, whole.unbind(-1), strict=True):
-            output[name] = values.to(dtypes[name])
+            whole = self.sharding.gather(value)
+            # with shift_labels the last token of a row has a place in the output
+            output[name] = whole[:, :-1] if self.given.get("shift_labels") is None else whole
         items = self.given.get("num_items_in_batch")
         items = output["label_mask"].sum().clamp(min=1) if items is None else items
         output["loss"] = -output["log_probs"].sum() / items

@@ -32,19 +32,19 @@ class ShardedMask(IntervalMask):
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
         sharding, backend = self.packed_batch.sharding, self.serving.backend
-        dimensions = sharding.dimensions
-        whole = self.mask, sharding.layout, dimensions
+        whole = sharding.dimensions, self.mask, sharding.layout
         q, k, v = autocast(q, k, v)
         form = (
             q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
             softcap, backend,
         )  # fmt: skip
-        checked, alike = dimensions.checked.get(form), q.shape[0] == k.shape[0] == v.shape[0] == self.shape[2]
+        checked = sharding.dimensions.checked.get(form)
+        alike = q.shape[0] == k.shape[0] == v.shape[0] == self.shape[2]
         if checked is None or not alike or sinks is not None or dropout_p:
-            checked = check_call(q, k, v, *whole, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks)
+            checked = check_call(*whole, q, k, v, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks)
             if sinks is None:
-                dimensions.checked[form] = checked
-        return run_shared(q, k, v, *whole, *checked)
+                sharding.dimensions.checked[form] = checked
+        return run_shared(*whole, q, k, v, *checked)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -109,7 +109,7 @@ class ShardedBatch(PackedBatch):
     def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
-            self._documents = WholeDocuments(self.whole, self.sharding.layout, self.sharding.ranks)
+            self._documents = WholeDocuments(self.whole, self.sharding.layout, self.sharding.dimensions.ranks)
         documents = self._documents
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
@@ -121,20 +121,16 @@ class ShardedBatch(PackedBatch):
 
 
 def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], context: Any) -> ShardedBatch:
-    """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`.
-
-    `context` is a `SequenceParallel`.
-    """
-    assert not whole.cached
-    tokens, ranks = whole.tokens, context.ranks
-    columns = max(-(-MIN_ROWS * ranks.size // tokens[0]) - tokens[1], 0)
+    """This rank's rows of a batch in a `SequenceParallel`. The layout counts the work of layers with these `specs`."""
+    tokens = whole.tokens
+    columns = max(-(-MIN_ROWS * context.ranks.size // tokens[0]) - tokens[1], 0)
     if columns:
         whole = _pad_rows(whole, columns)
     masks = []
     for spec in specs:
         masks.append(whole.interval_mask(whole.tokens[1], 0, 0, spec).mask)
     layout = context.dimensions.make_layout(context.layout, masks)
-    sharding = Sharding(ranks, layout, tokens, columns, context.dimensions, context.grad_reduce)
+    sharding = Sharding(context.dimensions, layout, tokens, columns)
     mask = whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids

@@ -25,11 +25,7 @@ CLOSE = 1e-2  # in half precision; another loss differs more
 
 
 def require_known_loss(module: PreTrainedModel) -> None:
-    """Refuse a model whose load-balancing loss lacks a setting. A model without such a loss passes.
-
-    Raises:
-        UnsupportedModelError: with the remedy.
-    """
+    """Raise UnsupportedModelError for a model whose load-balancing loss lacks a setting."""
     # A base model only returns the logits of routers.
     has_loss = hasattr(sys.modules[type(module).__module__], FUNCTION) and module.get_output_embeddings() is not None
     if has_loss and None in (_setting(module, "num_experts_per_tok"), _setting(module, *COEFFICIENTS)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +15,13 @@ from transformers.utils import ModelOutput
 
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.consistency import require_same_batch
+from tritonpack.parallel.consistency import PARAMETERS, require_same
 from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_loss, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.replaced import replaced
-from tritonpack.parallel.rotary import follow_longest, rotary_of_longest
 from tritonpack.parallel.router_loss import require_known_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
-from tritonpack.patches.configurations import layer_windows, require_one_rope
+from tritonpack.patches.configurations import follows_longest, layer_windows, require_one_rope
 from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
@@ -61,15 +62,14 @@ class ShardStage:
         context: the `SequenceParallel`.
         number: the place of the model among the models of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
-        rotary: the rotary embeddings that follow the longest document.
+        rotary: the rotary embeddings whose frequencies depend on the longest document of a batch.
         fuses_loss: whether the model's forward is Liger-Kernel's.
     """
 
     def __init__(self, context: Any, number: int, module: PreTrainedModel) -> None:
         self.context, self.number = context, number
-        self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
+        self.specs, self.rotary = layer_specs(module), _rotary_of_longest(module)
         self.fuses_loss = fuses_loss(module)
-        self._read_loss: tuple[Any, bool] = (self, False)  # the last loss function, and whether it shifts labels
 
     @between_graphs
     def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
@@ -83,7 +83,10 @@ class ShardStage:
         with ExitStack() as stack:
             stack.callback(shard.batch.forget)
             if self.rotary:
-                follow_longest(self.rotary, shard.batch.whole, stack)
+                whole = shard.batch.whole
+                last = (whole.positions() if whole.position_ids is None else whole.position_ids).max()
+                for rotary in self.rotary:
+                    replaced(stack, rotary, "forward", partial(_to_last, rotary.forward, last))
             if isinstance(shard.loss, ShardedLoss):
                 replaced(stack, module, "_loss_function", shard.loss)
             output = forward.run_packed(shard.arguments, shard.batch)
@@ -107,7 +110,7 @@ class ShardStage:
             whole = _read(forward, arguments)
             if routers:
                 require_known_loss(module)
-            targets = self._targets(arguments, whole.tokens, module)
+            targets = _targets(arguments, whole.tokens, module)
         except Exception as problem:
             error = problem
         if context.check_batches:
@@ -116,8 +119,10 @@ class ShardStage:
                 "the model that is called": self.number,
                 "gradient checkpointing": module.is_gradient_checkpointing,
                 "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
+                "whether gradients are computed": torch.is_grad_enabled(),
+                PARAMETERS: next(context.compared),
             }
-            require_same_batch(context.ranks, error, given, context.compared.next())
+            require_same(context.ranks, error, given)
         elif error is not None:
             raise error
         batch = shard_batch(whole, self.specs, context)
@@ -142,26 +147,6 @@ class ShardStage:
                 loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, items)
             sharded |= loss.arguments()
         return Shard(batch, sharded, loss, bool(routers))
-
-    def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
-        """The target of each token, of the shape `tokens`; None without labels."""
-        labels, targets = arguments.get("labels"), arguments.get("shift_labels")
-        own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
-        if labels is None and (targets is None or not own_head):
-            return None
-        if not own_head and self._read_loss[0] is not module.loss_function:
-            self._read_loss = module.loss_function, shifts(module.loss_function)
-        for name, given in (("labels", labels), ("shift_labels", targets)):
-            if given is not None and given.shape != tokens:
-                raise ValueError(
-                    f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}."
-                )
-        if targets is not None:
-            return targets
-        if labels is None or not (own_head or self._read_loss[1]):
-            return labels
-        ignored = arguments.get("ignore_index", IGNORED)
-        return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
 
     def _require_heads_in_place(self, module: PreTrainedModel) -> None:
         """Refuse a call by a forward that has replaced the forward of a head around this module since.
@@ -231,6 +216,22 @@ class Cover(Pipeline):
         return super().__call__(*args, **kwargs) if outside else self.inner(*args, **kwargs)
 
 
+def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
+    """The target of each token, of the shape `tokens`; None without labels."""
+    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+    own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
+    if labels is None and (targets is None or not own_head):
+        return None
+    shifted = own_head or shifts(module.loss_function)
+    for name, given in (("labels", labels), ("shift_labels", targets)):
+        if given is not None and given.shape != tokens:
+            raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")
+    if targets is not None or labels is None or not shifted:
+        return labels if targets is None else targets
+    # the last token of a row has none
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=arguments.get("ignore_index", IGNORED))
+
+
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
     """The documents of a call; refuses arguments that can't be divided into rows of tokens."""
     check_arguments(arguments, forward.name, forward.known)
@@ -252,14 +253,13 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         )
     if arguments.get(TREE) is not None:
         raise UnsupportedModelError(
-            f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "
-            "the other. Give each sequence all of its tokens."
+            f"{TREE} says that sequences share tokens, which ranks can't divide. Give each sequence all of its tokens."
         )
     kept, mask = arguments.get("logits_to_keep"), arguments.get("attention_mask")
     if kept is not None and not (is_int(kept) and kept == 0):
         raise ValueError(
             "logits_to_keep names tokens of whole rows, and each rank computes the logits of its own tokens. Leave it "
-            "out: a rank has only its share of the logits. With gather_outputs=True select rows of the output."
+            "out, or select rows of the output with gather_outputs=True."
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -271,16 +271,12 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         if name in REPLACED or name in ("input_ids", "inputs_embeds"):
             continue
         for x in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(x, Tensor) and x.ndim and x is not value:
+            if isinstance(x, Tensor) and x.ndim and (x is not value or x.shape[:2] != shape):
+                given = str(tuple(x.shape)) + ("" if x is value else f" in a {type(value).__name__}")
                 raise UnsupportedModelError(
-                    f"{name} holds tensors in a {type(value).__name__}, which sequence parallelism can't shard. Pass "
-                    f"tensors with one row per token, which begin with {tuple(shape)}."
-                )
-            if isinstance(x, Tensor) and x.ndim and x.shape[:2] != shape:
-                raise UnsupportedModelError(
-                    f"{name} has shape {tuple(x.shape)}, and sequence parallelism can only shard tensors with one row "
-                    f"per token, which begin with {tuple(shape)}. For images and sounds, embed all tokens on every "
-                    "rank and pass inputs_embeds."
+                    f"{name} has shape {given}, and sequence parallelism can only shard tensors with one row per "
+                    f"token, which begin with {tuple(shape)}. For images and sounds, embed all tokens on every rank "
+                    "and pass inputs_embeds."
                 )
     if arguments.get("position_ids") is None and "position_ids" in base.names and not base.gives_positions:
         raise UnsupportedModelError(
@@ -311,3 +307,26 @@ def layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:
     if chunk and any("chunk" in kind for kind in kinds):
         return tuple(MaskSpec.of((-1, 0), chunk if "chunk" in kind else None) for kind in kinds)
     return tuple(MaskSpec.of((window - 1, 0)) if window else CAUSAL for window in layer_windows(config)) or (CAUSAL,)
+
+
+def _rotary_of_longest(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a model whose frequencies depend on the longest document (dynamic, longrope)."""
+    found = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None) or ""
+        if any(map(follows_longest, kind.values() if isinstance(kind, dict) else [kind])):
+            found.append(module)
+    return found
+
+
+def _to_last(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    last: Tensor,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """cos and sin of a rotary embedding, whose frequencies fit the position `last`, too."""
+    longer = torch.cat([position_ids, last.expand_as(position_ids[..., :1])], -1)
+    return tuple(one[..., :-1, :] for one in forward(x, longer, *args, **kwargs))

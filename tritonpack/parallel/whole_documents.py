@@ -65,15 +65,13 @@ class WholeDocuments:
 
     def fetch(self, x: Any) -> Any:
         """The rows of this rank's documents, from a tensor (1, rows, ...) of its own rows; other values unchanged."""
-        if not isinstance(x, Tensor) or x.shape[:2] != (1, self._rows):
-            return x
-        return _Travel.apply(x[0], self, True)[None]
+        own = isinstance(x, Tensor) and x.shape[:2] == (1, self._rows)
+        return _Travel.apply(x[0], self, True)[None] if own else x
 
     def give_back(self, x: Any) -> Any:
         """The inverse of `fetch`. Padding gets zeros."""
-        if not isinstance(x, Tensor) or x.shape[:2] != self.packed_batch.tokens:
-            return x
-        return _Travel.apply(x[0], self, False)[None]
+        fetched = isinstance(x, Tensor) and x.shape[:2] == self.packed_batch.tokens
+        return _Travel.apply(x[0], self, False)[None] if fetched else x
 
     def travel(self, x: Tensor, there: bool) -> Tensor:
         """Send rows to the ranks that compute their documents, or back from `there`, without autograd."""
@@ -103,14 +101,13 @@ class _Travel(torch.autograd.Function):
 
 
 def _require_short(length: Tensor, ranks: int) -> None:
-    """Refuse documents that one rank can't compute in about its share of the time and the memory."""
+    """Raise ValueError for documents that one rank can't compute in about its share of the time and the memory."""
     longest, total = int(length.max()) if length.numel() else 0, int(length.sum())
     if longest * ranks > LONGEST * total:
         raise ValueError(
-            f"a document has {longest} of the batch's {total} tokens, but layers with recurrences or convolutions "
-            f"compute each document whole on one of the {ranks} ranks. At most {LONGEST} times a rank's equal share is "
-            f"allowed, here {int(LONGEST * total / ranks)}. Put more documents into a batch, share it among fewer "
-            "ranks, or cut documents."
+            f"a document has {longest} of the batch's {total} tokens, and layers with recurrences or convolutions "
+            f"compute it on one of the {ranks} ranks. At most {LONGEST} times a rank's equal share is allowed, here "
+            f"{int(LONGEST * total / ranks)}. Put more documents into a batch, share it among fewer ranks, or cut them."
         )
 
 

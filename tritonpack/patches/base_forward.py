@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.masks.pairs import REMEDY
+from tritonpack.masks.intervals import PAIRS_REMEDY
 from tritonpack.patches import families, guards
 from tritonpack.patches.compact import replace_by_row
 from tritonpack.patches.configurations import is_bidirectional, require_one_rope, rope_limits, text_config
@@ -270,7 +270,7 @@ class BaseForward(Pipeline):
         if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of pairs of tokens itself. "
-                f"{REMEDY}"
+                f"{PAIRS_REMEDY}"
             )
         return mask
 

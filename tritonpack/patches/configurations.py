@@ -1,5 +1,4 @@
-"""Reads configurations of models: special tokens, windows, and rotary embeddings that depend on the longest
-document."""
+"""Reads configurations of models: special tokens, windows, rotary embeddings that depend on the longest document."""
 
 from __future__ import annotations
 

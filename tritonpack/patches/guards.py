@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.masks.block_diagonal import document_starts
+from tritonpack.masks.intervals import document_starts
 from tritonpack.patches.modules import modules_in
 from tritonpack.patches.parse_inputs import OFFSETS, TREE
 from tritonpack.patches.parts import InstanceForward

@@ -20,14 +20,9 @@ from tritonpack.attention import check_inputs, varlen_attention
 from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.masks.block_diagonal import (
-    BlockDiagonalMask,
-    changes,
-    document_starts,
-    mask_from_intervals,
-    tree_mask,
-)
-from tritonpack.masks.intervals import from_runs, visible_keys
+from tritonpack.masks.block_diagonal import BlockDiagonalMask, mask_from_intervals
+from tritonpack.masks.intervals import changes, document_starts, from_runs, visible_keys
+from tritonpack.masks.tree import forest_intervals
 from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
@@ -294,7 +289,7 @@ class PackedBatch(TensorLike):
                 + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
                 + ". Leave tree_ends and share_prefixes out, and pass each sequence as a document."
             )
-        mask = tree_mask(ends, "ends", spec.reach)
+        mask = mask_from_intervals(partial(forest_intervals, ends, "ends"), spec.reach)
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_as_numbers, require
-from tritonpack.masks.block_diagonal import changes, document_starts
-from tritonpack.masks.pairs import REMEDY, number_documents
+from tritonpack.masks.intervals import PAIRS_REMEDY, changes, document_starts, documents_of_pairs
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, excerpt
 from tritonpack.patches.tensor_like import TensorLike
@@ -113,7 +112,7 @@ def check_arguments(arguments: dict[str, Any], model: str, known: Collection[str
     if isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
         raise ValueError(
             f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
-            f"masks of its layers itself. {REMEDY}"
+            f"masks of its layers itself. {PAIRS_REMEDY}"
         )
 
 
@@ -202,7 +201,7 @@ def make_packed_batch(
     """
     mask, position_ids, ends = arguments.get("attention_mask"), arguments.get("position_ids"), arguments.get(TREE)
     if mask is not None:
-        numbers = number_documents(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
+        numbers = documents_of_pairs(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
         mask = numbers.to(device)
     if position_ids is not None:
         position_ids = position_ids.to(device)

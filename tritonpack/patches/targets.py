@@ -83,7 +83,8 @@ def check_padding_labels(
         return
     live, targets = mask != 0, arguments.get("shift_labels")
     if not isinstance(targets, Tensor) or targets.shape != labels.shape:
-        targets = labels if predicts_own_tokens(model) else pad(labels[:, 1:], (0, 1), value=IGNORED)
+        own = is_seq2seq(model) or any(kind.__name__.endswith(PREDICT_OWN_TOKENS) for kind in type(model).__mro__)
+        targets = labels if own else pad(labels[:, 1:], (0, 1), value=IGNORED)
     on_padding = (targets != IGNORED) & ~live & ~before_documents(live)
     if not bool(on_padding.any()):
         return
@@ -127,12 +128,6 @@ def _can_read(labels: Any, packed_batch: PackedBatch) -> TypeGuard[Tensor]:
 def takes_targets(loss_function: Any) -> bool:
     """Return whether a loss function takes shifted labels, and the divisor of the sum of losses."""
     return {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters)
-
-
-def predicts_own_tokens(model: PreTrainedModel) -> bool:
-    """Return whether a model compares each label with the prediction at the same token, as encoder-decoder models
-    do."""
-    return is_seq2seq(model) or any(kind.__name__.endswith(PREDICT_OWN_TOKENS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:

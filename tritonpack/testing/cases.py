@@ -24,9 +24,8 @@ class Case:
         slack: rows past the last document, on both sides.
         heads, kv_heads, head_dim, head_dim_v: the shape of q, k and v; None means that v has q's head dimension.
         causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
-        softcap, dropout_p: as `varlen_attention` takes them.
-        sinks: whether attention has sinks.
-        alibi: whether scores fall with the distance, with a slope per head or per document and head.
+        scale, softcap, dropout_p: as `varlen_attention` takes them.
+        sinks, alibi: whether attention has sinks, and ALiBi slopes per head or per document and head.
         parents: of each token of the trees, as `BlockDiagonalMask.from_tree` takes them; None for documents.
     """
 
@@ -45,6 +44,7 @@ class Case:
     alibi: Literal["heads", "documents"] | None = None
     dropout_p: float = 0.0
     parents: tuple[int, ...] | None = None
+    scale: float | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -87,7 +87,7 @@ Nodes = Sequence[tuple[int, int]]  # (number of the parent node or -1, tokens), 
 
 
 def parents_of(*trees: Nodes) -> tuple[int, ...]:
-    """The parent of each token of trees that are given by their nodes, in depth-first order.
+    """The parent of each token of trees, given by their nodes in depth-first order.
 
     >>> parents_of([(-1, 2), (0, 2), (0, 1)], [(-1, 1)])  # a prompt of 2 tokens with 2 completions; another root
     (-1, 0, 1, 2, 1, -1)
@@ -176,25 +176,20 @@ CASES = (
 
 
 def make_inputs(
-    case: Case,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    *,
-    seed: int = 0,
+    case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, seed: int = 0,
     slack_value: float = 0.0,
-) -> Inputs:
+) -> Inputs:  # fmt: skip
     """Return random inputs for a case, the same for every dtype up to rounding.
 
     Args:
         case: the problem.
-        dtype, device: the dtype and device of q, k, v and dout. dlse is float32, or float64 if they are float64.
-        seed: the seed of the random numbers.
-        slack_value: the value of rows outside every document in all five tensors; with NaN, a value that they reach
-            becomes NaN.
+        dtype, device: of q, k, v and dout. dlse is float32, or float64 if they are float64.
+        seed: of the random numbers.
+        slack_value: in rows outside every document; with NaN, a value that they reach becomes NaN.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack
-    head_dim_v = case.head_dim_v or case.head_dim
+    head_dim_v, wide = case.head_dim_v or case.head_dim, torch.promote_types(dtype, torch.float32)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -202,19 +197,14 @@ def make_inputs(
     q = draw(total_q, case.heads, case.head_dim)
     k, v = (draw(total_k, case.kv_heads, width) for width in (case.head_dim, head_dim_v))
     dout, dlse = draw(total_q, case.heads, head_dim_v), draw(case.heads, total_q)
-    if case.slack:
-        for rows in (q, k, v, dout, dlse.T):
-            rows[-case.slack :] = slack_value
-    wide = torch.promote_types(dtype, torch.float32)
+    for rows in (q, k, v, dout, dlse.T):
+        rows[rows.shape[0] - case.slack :] = slack_value
     q, k, v, dout = (x.to(device=device, dtype=dtype) for x in (q, k, v, dout))
-    dlse = dlse.to(device=device, dtype=wide)
     sinks = draw(case.heads).to(device=device, dtype=wide) if case.sinks else None
-    keywords: dict[str, Any] = {}
-    if case.softcap:
-        keywords["softcap"] = case.softcap
+    seed = seed + 2**40 if case.dropout_p else 0
+    options = {"scale": case.scale, "softcap": case.softcap, "dropout_p": case.dropout_p, "dropout_seed": seed}
+    keywords: dict[str, Any] = {name: value for name, value in options.items() if value}
     if case.alibi:
         shape = (case.heads,) if case.alibi == "heads" else (len(case.seqlens), case.heads)
         keywords["alibi_slopes"] = draw(*shape).abs().div(8).to(device=device, dtype=torch.float32)
-    if case.dropout_p:
-        keywords |= {"dropout_p": case.dropout_p, "dropout_seed": seed + 2**40}
-    return Inputs(q, k, v, dout, dlse, case.mask(device), sinks, keywords)
+    return Inputs(q, k, v, dout, dlse.to(device=device, dtype=wide), case.mask(device), sinks, keywords)

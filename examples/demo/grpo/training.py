@@ -18,7 +18,7 @@ from examples.demo.measuring import Measurements, Step, in_turns, measure
 from examples.demo.training import Settings, build_model
 from tritonpack import pack_tree, patch
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.columns import IGNORED_LABEL
+from tritonpack.packing.collator import IGNORED_LABEL
 from tritonpack.patches.patching import Patch
 
 Way = Literal["padded", "packed", "shared", "tree"]
@@ -73,7 +73,7 @@ def collate(way: Way, groups: Sequence[Group], device: str) -> Step:
 def loss_of(model: torch.nn.Module, step: Step) -> Tensor:
     """Minus the mean of advantage times log-probability over all tokens of completions, in float32.
 
-    Its gradient is that of GRPO in the first update on a batch, where the ratio of the policies is 1.
+    Its gradient equals GRPO's in the first update on a batch, where the ratio of the policies is 1.
     """
     targets: Targets = step.extra
     logits = model(**step.inputs, use_cache=False).logits[:, : targets.tokens.shape[1]].float()

@@ -1,33 +1,59 @@
 """Every peer's adapter passes the check of results; libraries that aren't installed are replaced by stand-ins."""
 
-import importlib.util
 import sys
-from functools import partial
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.harness import peers
-from benchmarks.harness.peers import PEERS, one_row, torch_varlen
-from tests.benchmarks.harness import stand_ins
+from benchmarks.harness.peers import PEERS, one_row
 from tests.benchmarks.harness.batches import KINDS, batch_of
 from tests.benchmarks.harness.test_verify import check
+from tritonpack.flash_attn import fa4
+from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:  # fmt: skip
+    """The signature of torch 2.12's torch.nn.attention.varlen.varlen_attn."""
+    assert cu_seq_k is not None
+    return torch_varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=enable_gqa
+    )
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, kind) for name in ("tritonpack", "sdpa, dense mask") for kind in KINDS),
-        *(("sdpa, padded", kind) for kind in KINDS if kind != "window"),
-    ],
-)
-def test_results_on_any_machine(name: str, kind: str) -> None:
-    peer = {peer.name: peer for peer in PEERS}[name]
-    check(peer.prepare, batch_of(kind), layout=peer.layout)
+@wraps(fa4.flash_attn_varlen_func)
+def flash_attn_varlen_func(*args: Any, **keywords: Any) -> Any:
+    """FlashAttention-4. tritonpack has its signature, but also accepts -1."""
+    assert all(side is None or side >= 0 for side in keywords["window_size"])
+    return fa4.flash_attn_varlen_func(*args, **keywords)
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"torch.nn.attention.varlen": varlen_attn, "flash_attn": None, "flash_attn.cute": flash_attn_varlen_func}
+    for name, function in contents.items():
+        module = ModuleType(name)
+        vars(module).update({function.__name__: function} if function else {})
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+BY_NAME = {peer.name: peer for peer in PEERS}
+NAMES = ("tritonpack", "sdpa, padded", "sdpa, dense mask", "FlashAttention-2 (torch)", "FlashAttention-4")
+CASES = [(name, kind) for name in NAMES for kind in KINDS if (name, kind) != ("sdpa, padded", "window")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_results(name: str, kind: str) -> None:
+    check(BY_NAME[name].prepare, batch_of(kind), layout=BY_NAME[name].layout)
 
 
 def test_sdpa_refuses_windows_much_padding_and_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,65 +69,9 @@ def test_sdpa_refuses_windows_much_padding_and_long_batches(monkeypatch: pytest.
 
 @pytest.mark.fast("bidirectional")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_flex_attention_forward(kind: str) -> None:
     check(peers.flex, batch_of(kind), layout=one_row, backward=False)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_has_no_backward_on_a_cpu() -> None:
-    with pytest.raises(NotImplementedError, match="no backward here"):
-        check(peers.flex, batch_of("causal"), layout=one_row)
-
-
-@every_kind
-@pytest.mark.parametrize("version", stand_ins.TORCH_VERSIONS)
-def test_torch_varlen(version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.put(monkeypatch, "torch.nn.attention.varlen", varlen_attn=stand_ins.TORCH_VERSIONS[version])
-    if version == "2.10" and kind == "window":
-        with pytest.raises(ValueError, match="has no window"):
-            torch_varlen(batch_of(kind))
-    else:
-        check(torch_varlen, batch_of(kind))
-
-
-@every_kind
-def test_flash_attention_4(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.put(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=stand_ins.flash_attn_varlen_func)
-    check(partial(peers.flash_attention, module="flash_attn.cute", unlimited=None), batch_of(kind))
-
-
-class TestXformers:
-    @every_kind
-    def test_results(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        stand_ins.put_xformers(monkeypatch)
-        check(peers.xformers, batch_of(kind))
-
-    def test_window_off_by_one_fails_the_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Inclusive(stand_ins.BlockDiagonalBias):
-            def make_local_attention(self, window_size: int) -> stand_ins.BlockDiagonalBias:
-                return super().make_local_attention(window_size + 1)
-
-        stand_ins.put_xformers(monkeypatch, Inclusive)
-        with pytest.raises(AssertionError, match="out beyond twice plain attention's error"):
-            check(peers.xformers, batch_of("window"), backward=False)
-
-    def test_hidden_package_cannot_be_imported_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """xformers expects modules in flash_attn that the wheel of FlashAttention-4 doesn't have."""
-        names = ("flash_attn", "flash_attn.cute")
-        before = {name: ModuleType(name) for name in names}
-        for name in names:
-            monkeypatch.setitem(sys.modules, name, before[name])
-        with peers.hidden("flash_attn"):
-            assert importlib.util.find_spec("flash_attn") is None
-            assert "flash_attn.cute" not in sys.modules
-        assert all(sys.modules[name] is before[name] for name in names)
-
-
-def test_missing_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ModuleNotFoundError):
-        peers.flash_attention(batch_of("causal"), "flash_attn.cute", None)
 
 
 def test_peers_for_a_device() -> None:

@@ -23,44 +23,37 @@ def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
 @pytest.mark.parametrize("tail", ["drop", "keep", "spread"])
 @pytest.mark.parametrize("lengths", [LENGTHS, UNITS], ids=["documents", "units"])
 @pytest.mark.parametrize("num_replicas", [1, 4])
-def test_ranks_have_as_many_batches_of_different_documents(num_replicas, lengths, tail):
-    samplers = [sampler(rank, num_replicas, lengths, tail=tail, seed=3) for rank in range(num_replicas)]
-    for one in samplers:
-        one.set_epoch(2)
-    batches, first = [list(one) for one in samplers], samplers[0]
-    assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {first.num_batches()}
-    seen = list(chain.from_iterable(chain.from_iterable(batches)))
-    tokens = lengths if lengths is LENGTHS else lengths.tokens
-    assert len(seen) - len(set(seen)) == first.plan.filler_rows
-    assert len(set(seen)) + first.dropped_documents == len(LENGTHS)
-    assert (first.dropped_documents > 0) == (tail == "drop")
-    assert all(0 < tokens[batch].sum() <= CAPACITY for rows in batches for batch in rows)
-    assert all(type(item) is int for item in seen)
+def test_ranks_take_their_rows_of_one_plan(num_replicas, lengths, tail):
     expected = plan_epoch(lengths, CAPACITY, num_replicas, tail=tail, seed=3, epoch=2)
-    assert [row.tolist() for row in expected.rows_of_rank(0)] == batches[0]
-    assert first.efficiency() == plan_statistics(expected, lengths).efficiency
+    samplers = [sampler(rank, num_replicas, lengths, tail=tail, seed=3) for rank in range(num_replicas)]
+    for rank, one in enumerate(samplers):
+        one.set_epoch(2)
+        assert list(one) == [row.tolist() for row in expected.rows_of_rank(rank)]
+        assert len(one) == one.num_batches() == expected.num_steps
+        assert all(type(item) is int for item in chain.from_iterable(one))
+    assert one.dropped_documents == expected.left_out
+    assert (one.dropped_documents > 0) == (tail == "drop")
+    assert one.efficiency() == plan_statistics(expected, lengths).efficiency
     whole = sampler(None, num_replicas, lengths, tail=tail, seed=3, shard=False)
     whole.set_epoch(2)
-    assert list(whole) == list(chain.from_iterable(zip(*batches, strict=True)))
+    assert list(whole) == list(chain.from_iterable(zip(*samplers, strict=True)))
 
 
-def test_seeds_and_orders(monkeypatch):
+def test_seeds_and_places(monkeypatch):
     torch.manual_seed(3)
     one = sampler()
     torch.manual_seed(4)
     assert (one.seed, sampler().seed, sampler(seed=5).seed) == (3, 4, 5)
     assert list(one) == list(sampler(seed=3)) != list(sampler())
-    assert "seed=3" in repr(one)
-    order = list(range(700))
-    given = sampler(order=order, tail="keep", seed=0)
-    order[:] = [0] * 700
-    assert sorted(given.plan.items[: given.plan.num_documents]) == list(range(700)), "a copy"
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"seed=None takes torch's seed.*for 4 ranks in 8 processes.*such as seed=0"):
         sampler()
     sampler(shuffle=False)
     with pytest.raises(ValueError, match=r"num_replicas=8 doesn't say which rank this process is, of 8 processes"):
         MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
+    monkeypatch.setenv("RANK", "3")
+    placed = MultipackDistributedBatchSampler(CAPACITY, LENGTHS, seed=0)
+    assert (placed.num_replicas, placed.rank) == (8, 3)
     monkeypatch.delenv("WORLD_SIZE")
     alone = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
     assert (alone.num_replicas, alone.rank) == (1, 0)
@@ -92,24 +85,21 @@ def prepared(rank, batches, **options):
     """The loader that accelerate makes for one of four processes."""
     data_loader = pytest.importorskip("accelerate.data_loader")
     loader = DataLoader(BinDataset(range(700)), batch_sampler=batches, collate_fn=list)
-    options = {"num_processes": 4, "process_index": rank, "put_on_device": False, **options}
-    return data_loader.prepare_data_loader(loader, **options)
+    return data_loader.prepare_data_loader(
+        loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=False, **options
+    )
 
 
-@pytest.mark.parametrize("even_batches", [True, False])
-def test_accelerate_divides_batches_and_sets_epochs(even_batches):
+def test_accelerate_divides_batches_and_sets_epochs(monkeypatch):
     one = sampler(None, shard=False, seed=3)
     assert one.num_batches() % 4, "would be lost if accelerate divided steps"
-    loaders = [prepared(rank, sampler(None, shard=False, seed=3), even_batches=even_batches) for rank in range(4)]
+    loaders = [prepared(rank, sampler(None, shard=False, seed=3)) for rank in range(4)]
     for epoch in range(3):
         for rank, loader in enumerate(loaders):
             expected = sampler(rank, seed=3)
             expected.set_epoch(epoch)
             assert list(loader) == list(expected)
             assert len(loader) == len(expected)
-
-
-def test_accelerate_refuses_other_samplers(monkeypatch):
     with pytest.raises(ValueError, match=r"the batches of rank 1, of 4 ranks.*shard=False"):
         prepared(1, sampler(1))
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -133,32 +123,24 @@ def test_overlong(noun, make):
     assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 4}, "rank must be an integer from 0 to 3, because num_replicas is 4; got 4"),
-        ({"rank": -1}, "rank must be .* got -1"),
-        ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
-        ({"rank": None}, "num_replicas=4 doesn't say which rank this process is"),
-        ({"lengths": []}, "lengths is empty"),
-        ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
-        ({"lengths": [5.0, float("nan")]}, "lengths must be a row of integers.*float64.*NaN"),
-        ({"lengths": [5, 5, 5]}, "15 tokens can't fill one step of 4 ranks with 512 tokens each to 95%"),
-        ({"seed": -1}, "seed must be"),
-        ({"tail": "all"}, "tail must be one of"),
-        ({"epochs": 0}, "epochs must be an integer from 1"),
-        ({"lookahead": 0.1}, r"lookahead of MultipackDistributedBatchSampler\(\) was removed"),
-        ({"order": np.arange(8), "shuffle": False}, "shuffle=False has no effect on an order of your own"),
-        *(
-            ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*max_document_length")
-            for given in ("truncate", "split")
-        ),
-        *(
-            ({"batch_max_length": given}, "batch_max_length must be an integer from 1 to 1073741824")
-            for given in (0, 512.0, True, 2**30 + 1)
-        ),
-    ],
-)
+REFUSED = [
+    ({"rank": 4}, "rank must be an integer from 0 to 3, because num_replicas is 4; got 4"),
+    ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
+    ({"rank": None}, "num_replicas=4 doesn't say which rank this process is"),
+    ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
+    ({"lengths": [5, 5, 5]}, "15 tokens can't fill one step of 4 ranks with 512 tokens each to 95%"),
+    ({"seed": -1}, "seed must be"),
+    ({"tail": "all"}, "tail must be one of"),
+    ({"epochs": 0}, "epochs must be an integer from 1"),
+    ({"shard": 1}, "shard must be True or False"),
+    ({"overlong": "split"}, r"overlong must be 'error' or 'drop'; got 'split'.*max_document_length"),
+    ({"batch_max_length": 512.0}, "batch_max_length must be an integer from 1 to 1073741824"),
+    ({"group": 5}, "leave out group, or num_replicas=4 and rank=0"),
+    ({"group": 5, "num_replicas": None, "rank": None}, r"group must be a process group or a DeviceMesh.*mesh\['sp'\]"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_refuses(options, message):
     given = {"batch_max_length": CAPACITY, "lengths": LENGTHS, "num_replicas": 4, "rank": 0, **options}
     with pytest.raises(ValueError, match=message):

@@ -15,8 +15,7 @@ NUMBERS = st.sampled_from([-LARGEST - 1, -1, 0, 1, 2, 256, 65536, 2**32 - 1, 2**
 @given(st.lists(st.lists(NUMBERS, max_size=7), max_size=9))
 @example([])
 @example([[], [], [1]])
-@example([[1, 2, 3], [1, 2], [1], [], [1, 2, 3]])
-@example([[2, 1], [1, 2], [2, 1, 1], [1, 2, 2]])  # groups in any order
+@example([[2, 1], [1, 2], [2, 1, 1], [1, 2, 2], []])  # groups in any order
 @example([[1, 2], [256, 2], [1, 3], [256, 3], [65536, 2], [1, 2, 0]])  # bytes that occur in other tokens
 def test_each_begin_is_one_token(sequences):
     tokens = np.array([token for row in sequences for token in row], dtype=np.int64)

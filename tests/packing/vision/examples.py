@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +24,6 @@ Make = Callable[..., Part]  # of a generator and sizes
 Documents = list[list[tuple[Any, ...]]]  # of each document the images and videos: what makes them, and sizes
 
 
-def randoms(draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=draw, dtype=torch.float64)
-
-
 def patches(prefix: str, token: int, *, stamps: bool = False, seconds: bool = False) -> Make:
     """Make an image or a video of time x height x width patches, in tokens of 2 x 2.
 
@@ -36,14 +31,12 @@ def patches(prefix: str, token: int, *, stamps: bool = False, seconds: bool = Fa
     """
 
     def make(draw: torch.Generator, time: int, height: int, width: int) -> Part:
-        columns = {
-            "pixel_values" + "_videos" * (prefix == "video"): randoms(draw, time * height * width, 96),
-            f"{prefix}_grid_thw": torch.tensor([[time, height, width]]),
-        }
-        if seconds:
-            columns["second_per_grid_ts"] = torch.tensor([0.5 * time])
+        pixels = torch.randn(time * height * width, 96, generator=draw, dtype=torch.float64)
+        grid = torch.tensor([[time, height, width]])
+        columns = {"pixel_values" + "_videos" * (prefix == "video"): pixels, f"{prefix}_grid_thw": grid}
         frame = [token] * (height * width // 4)
         stamped = [each for at in range(time) for each in (7, 8 + at, BEGIN, *frame, END)]
+        columns |= {"second_per_grid_ts": torch.tensor([0.5 * time])} if seconds else {}
         return stamped if stamps else [BEGIN, *frame * time, END], columns
 
     return make
@@ -53,11 +46,10 @@ def pictures(side: int, *, fixed: int = 0, column: str = "") -> Make:
     """Make images, or tiles of one, in a token for each square of `side` pixels or in a fixed number of tokens."""
 
     def make(draw: torch.Generator, height: int = 8, width: int = 8, tiles: int = 1) -> Part:
-        columns = {"pixel_values": randoms(draw, tiles, 3, height, width)}
-        if column == "image_sizes":
-            columns[column] = torch.tensor([[height, width]])
-        elif column:
-            columns[column] = torch.ones(1, height, width, dtype=torch.int64)
+        columns = {"pixel_values": torch.randn(tiles, 3, height, width, generator=draw, dtype=torch.float64)}
+        if column:
+            is_mask = column == "pixel_attention_mask"
+            columns[column] = torch.ones(1, height, width).long() if is_mask else torch.tensor([[height, width]])
         return [BEGIN, *[IMAGE] * (fixed or (height // side) * (width // side)) * tiles, END], columns
 
     return make
@@ -79,14 +71,10 @@ def placed(names: tuple[str, str], token: int) -> Make:
     return make
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How the tests build one family.
+class Kind(NamedTuple):
+    """How the tests build one family: settings of the tiny configuration, documents, and its model type.
 
-    Attributes:
-        settings: of the tiny configuration.
-        types: the column of types of tokens; "answers": PaliGemma's token_type_ids; "frames": GLM-4V's of videos.
-        model_type: if it isn't the name of the row.
+    `types` is the column of types of tokens; "answers": PaliGemma's token_type_ids; "frames": GLM-4V's of videos.
     """
 
     settings: dict[str, Any]
@@ -115,22 +103,16 @@ PLACES = placed(("pixel_values", "image_position_ids"), IMAGE)
 FILMS = placed(("pixel_values_videos", "video_position_ids"), VIDEO)
 FRAMES = patches("video", IMAGE, stamps=True)
 
-QWEN3_5 = Kind({**QWEN, "vision_config": {"num_position_embeddings": 64}}, grids(stamps=True), "mm_token_type_ids")
-QWEN3_VL = Kind(
-    {**QWEN, "vision_config": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}}, grids(stamps=True),
-    "mm_token_type_ids",
-)  # fmt: skip
-GLM4V = Kind(
-    {**QWEN, "vision_config": {"image_size": 32}, "image_start_token_id": BEGIN, "image_end_token_id": END}, grids(),
-    "mm_token_type_ids",
-)  # fmt: skip
+MODALITIES, EMBEDDINGS = "mm_token_type_ids", {"num_position_embeddings": 64}
+QWEN3_5 = Kind({**QWEN, "vision_config": EMBEDDINGS}, grids(stamps=True), MODALITIES)
+QWEN3_VL = QWEN3_5._replace(settings={**QWEN, "vision_config": {**EMBEDDINGS, "deepstack_visual_indexes": [0]}})
+BOUNDS = {"image_start_token_id": BEGIN, "image_end_token_id": END}
+GLM4V = Kind({**QWEN, **BOUNDS, "vision_config": {"image_size": 32}}, grids(), MODALITIES)
+WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
 
 KINDS: dict[str, Kind] = {
-    "qwen2_vl": Kind(QWEN, grids(stamps=False), "mm_token_type_ids"),
-    "qwen2_5_vl": Kind(
-        {**QWEN, "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]}}, grids(seconds=True),
-        "mm_token_type_ids",
-    ),
+    "qwen2_vl": Kind(QWEN, grids(stamps=False), MODALITIES),
+    "qwen2_5_vl": Kind({**QWEN, "vision_config": WINDOWS}, grids(seconds=True), MODALITIES),
     "qwen3_vl": QWEN3_VL,
     "llava": Kind({**INDICES, "vision_config": {"model_type": "clip_vision_model"}}, squares(pictures(4))),
     "llava_siglip": Kind(
@@ -168,7 +150,7 @@ KINDS: dict[str, Kind] = {
     "qwen3_5": QWEN3_5,
     "gemma4": Kind(
         {**TOKENS, "audio_token_id": 62, "text_config": {"use_bidirectional_attention": "vision"}},
-        [[], [(PLACES, 3, 6)], [(PLACES, 6, 6), (PLACES, 6, 3)], [(FILMS, 3, 6, 3)]], "mm_token_type_ids",
+        [[], [(PLACES, 3, 6)], [(PLACES, 6, 6), (PLACES, 6, 3)], [(FILMS, 3, 6, 3)]], MODALITIES,
     ),
 }  # fmt: skip
 

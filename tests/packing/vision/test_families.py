@@ -1,8 +1,10 @@
-"""Each family trained on packed rows with images and videos, against each document in a call of its own."""
+"""Each family trained on packed rows, against each document in a call of its own; setup, which weighs targets alike."""
 
 import copy
 import math
+import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +14,21 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import PreTrainedModel
+from transformers import Trainer, TrainingArguments
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tritonpack
+from tests.ecosystem.training import EXACT, arguments, distance, trained
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
 from tests.patches.zoo import apart, tolerance
+from tests.test_guides import DOCS
 from tritonpack.packing.vision.families import FAMILIES
 
 LIMIT = tolerance(torch.float64)
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-REFUSED_BY_STOCK = ("qwen3_5", "qwen3_5_moe")  # layers that can't keep documents apart without a package
-APART_IN_STOCK = ("paligemma",)  # since transformers 5.24
+# Stock refuses layers that can't keep documents apart without a package; PaliGemma is apart since transformers 5.24.
+NOT_LEAKING = ("qwen3_5", "qwen3_5_moe", "paligemma")
 
 
 def alone(example: Example, model_type: str) -> dict[str, Tensor]:
@@ -38,25 +42,6 @@ def alone(example: Example, model_type: str) -> dict[str, Tensor]:
     if model_type == "paligemma":
         labels[call["token_type_ids"] == 0] = -100
     return call | {"labels": labels}
-
-
-def made(name: str) -> tuple[PreTrainedModel, list[Example], list[dict[str, Tensor]]]:
-    """The family's model, its documents, and a call for each; skips Llama 4 in 5.24.0, where every call fails."""
-    model, documents = build(name), examples(name)
-    calls = [alone(document, KINDS[name].model_type or name) for document in documents]
-    if name == "llama4":
-        try:
-            with torch.no_grad():
-                model(**calls[0])
-        except AttributeError as error:
-            if "image_outputs" not in str(error):
-                raise
-            pytest.skip(f"transformers {transformers_version} can't run its own {type(model).__name__}: {error}")
-    return model, documents, calls
-
-
-def in_tower(model: Any) -> list[bool]:
-    return [any(part in name for part in ("visual", "vision")) for name, _ in model.named_parameters()]
 
 
 def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
@@ -74,22 +59,27 @@ def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor 
 @pytest.mark.fast("qwen2_vl")
 @pytest.mark.parametrize("name", KINDS)
 def test_training_equals_each_document_alone(name: str) -> None:
-    """Losses and all gradients of some steps, the vision tower's by themselves."""
-    packed, documents, calls = made(name)
-    single, inside = copy.deepcopy(packed.train()), in_tower(packed)
+    """Losses and gradients of some steps, the vision tower's by themselves; rows with padding and without images."""
+    if name == "llama4" and transformers_version.startswith("5.24.0"):
+        pytest.skip("transformers 5.24.0 can't run its own Llama 4: output.image_outputs")
+    packed, documents = build(name), examples(name)
+    calls = [alone(document, KINDS[name].model_type or name) for document in documents]
+    single = copy.deepcopy(packed.train())
+    towers = [any(part in each for part in ("visual", "vision")) for each, _ in packed.named_parameters()]
+    collate = tritonpack.VisionPackingCollator(packed, pad_to_multiple_of=32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tritonpack.PackingWarning)  # the patch comes later
         row = tritonpack.VisionPackingCollator(packed)(documents)
-    if name not in (*REFUSED_BY_STOCK, *APART_IN_STOCK):  # stock lets documents see each other
+    if name not in NOT_LEAKING:  # stock lets documents see each other
         assert apart(learn(single, calls)[1], learn(packed, [row])[1]) > 0.05
     with tritonpack.patch(packed):
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, packed)]
-        for _ in range(3):
-            (loss, gradients), (packed_loss, packed_gradients) = learn(single, calls), learn(packed, [row])
+        for batch in (row, collate(documents), row):
+            (loss, gradients), (packed_loss, packed_gradients) = learn(single, calls), learn(packed, [batch])
             assert math.isfinite(loss)
             assert apart([loss], [packed_loss]) < LIMIT
             for part in (True, False):
-                chosen = [i for i, each in enumerate(inside) if each is part]
+                chosen = [i for i, each in enumerate(towers) if each is part]
                 own = [gradients[i] for i in chosen]
                 assert any(one is not None and bool(one.any()) for one in own)
                 assert apart(own, [packed_gradients[i] for i in chosen]) < LIMIT
@@ -97,25 +87,12 @@ def test_training_equals_each_document_alone(name: str) -> None:
                 optimizer.step()
             assert apart(list(single.parameters()), list(packed.parameters())) < LIMIT
             packed.load_state_dict(single.state_dict())  # so the next step doesn't magnify the rounding of this one
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_with_padding_and_rows_without_images(name: str) -> None:
-    model, documents, calls = made(name)
-    collate = tritonpack.VisionPackingCollator(model, pad_to_multiple_of=32)
-    texts = [number for number, one in enumerate(documents) if not any("pixel" in column for column in one)]
-    with tritonpack.patch(model), torch.no_grad():
-        for chosen in (range(len(documents))[::-1], texts * 2):
-            row = collate([documents[number] for number in chosen])
-            assert row["input_ids"].shape[1] % 32 == 0
-            assert any("pixel" in column for column in row) == (chosen != texts * 2)
-            expected = torch.cat([model(**calls[number]).logits[0] for number in chosen])
-            assert apart([expected], [model(**row).logits[0, : len(expected)]]) < LIMIT
-        with torch.enable_grad():
-            learn(model, [collate([documents[number] for number in texts])])
-        towers = [p for p, inside in zip(model.parameters(), in_tower(model), strict=True) if inside]
-        assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
+        texts = [number for number, one in enumerate(documents) if not any("pixel" in column for column in one)] * 2
+        loss, gradients = learn(packed, [collate([documents[number] for number in texts])])
+        assert apart([learn(single, [calls[number] for number in texts])[0]], [loss]) < LIMIT
+        assert not any(
+            inside and one is not None for inside, one in zip(towers, gradients, strict=True)
+        )  # docs/vision.md
 
 
 def test_every_family_is_tried_and_every_other_type_refused_by_name() -> None:
@@ -128,3 +105,41 @@ def test_every_family_is_tried_and_every_other_type_refused_by_name() -> None:
         model.config = SimpleNamespace(model_type=model_type)
         with pytest.raises(ValueError, match=f"doesn't know model type '{model_type}'"):
             tritonpack.VisionPackingCollator(model)
+
+
+# transformers' classes with accepts_loss_kwargs = False
+UNWEIGHTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "gemma4")
+
+
+def trainer(folder: Path, name: str, rows: int, accepts: bool = True) -> Trainer:
+    pytest.importorskip("accelerate")
+    given, model = arguments(folder, max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0), build(name)
+    assert not model.accepts_loss_kwargs, "transformers means Trainer to take the mean of the rows' means"
+    model.accepts_loss_kwargs = accepts
+    return Trainer(model, TrainingArguments(**given), train_dataset=examples(name))
+
+
+@pytest.mark.slow
+def test_page_names_the_classes_that_trainer_averages() -> None:
+    models = {name: type(build(name)) for name in FAMILIES.keys() & KINDS.keys()}
+    held_back = {name for name, model in models.items() if not getattr(model, "accepts_loss_kwargs", True)}
+    page = (DOCS / "vision.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`accepts_loss_kwargs = False` \(([^)]*)\)", page.replace("\n", " "))
+    assert set(re.findall(r"`(\w+)`", line)) == held_back == set(UNWEIGHTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNWEIGHTED)
+def test_accumulated_rows_train_as_one(name: str, tmp_path: Path) -> None:
+    whole, parts = trainer(tmp_path, name, 1), trainer(tmp_path, name, 100)
+    longest = max(len(example["input_ids"]) for example in examples(name))
+    for one, tokens in ((whole, 4096), (parts, longest)):
+        tritonpack.setup(one, tokens, collate_fn=tritonpack.VisionPackingCollator(one.model))
+    assert len(parts.get_train_dataloader()) > 1 == len(whole.get_train_dataloader())
+    assert distance(trained(parts), trained(whole)) <= EXACT
+
+
+def test_accumulation_without_counts_of_targets_is_refused(tmp_path: Path) -> None:
+    own = trainer(tmp_path, "qwen2_5_vl", 4, accepts=False)
+    with pytest.raises(ValueError, match=r"set model\.accepts_loss_kwargs = True before the trainer is made"):
+        tritonpack.setup(own, 256, collate_fn=tritonpack.VisionPackingCollator(own.model))

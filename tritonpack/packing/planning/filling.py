@@ -13,20 +13,17 @@ _BLOCK = 16  # rows that are searched together
 
 
 @compiled_without_arrays
-def fill_evenly(own: Any, loads: Any, rows: int, limit: int, row_of: Any, of_rows: Any) -> None:
-    """Put each unit into the least loaded row with room, and write its row, or -1, to `row_of`.
+def fill_evenly(own: Any, loads: Any, rows: int, limit: int, row_of: Any, of_rows: Any) -> int:
+    """Put each unit into the least loaded row with room, and write its row, or -1, to `row_of`; return placed tokens.
 
-    Args:
-        own: (units,) the tokens of units: first of those that were deferred often, then of all others, both from large
-            to small.
-        loads: (units,) at least 0.
-        limit: tokens that a row holds.
-        of_rows: (12, rows or more), whose values don't matter. `of_rows[1]` are the rows' units.
+    `own` are the tokens of units: first of those that were deferred often, then of all others, both from large to
+    small. A row holds `limit` tokens. `of_rows` (12, rows or more) is scratch memory; `of_rows[1]` are the rows' units.
     """
     load, size, block_load, block_room, room = of_rows[0], of_rows[1], of_rows[2], of_rows[3], of_rows[11]
     blocks = (rows + _BLOCK - 1) // _BLOCK
     load[:rows] = size[:rows] = block_load[:blocks] = 0
     room[:rows] = block_room[:blocks] = UNLIMITED  # of an empty row, which takes any unit
+    placed = np.int64(0)
     for unit in range(len(loads)):
         row_of[unit], row, needed, least = -1, -1, own[unit], np.int64(UNLIMITED)
         for block in range(blocks):
@@ -45,6 +42,7 @@ def fill_evenly(own: Any, loads: Any, rows: int, limit: int, row_of: Any, of_row
             continue
         room[row] = (room[row] if size[row] else limit) - needed
         row_of[unit] = row
+        placed += needed
         load[row] += loads[unit]
         size[row] += 1
         block, first = row // _BLOCK, row // _BLOCK * _BLOCK
@@ -53,25 +51,20 @@ def fill_evenly(own: Any, loads: Any, rows: int, limit: int, row_of: Any, of_row
         for each in range(len(part)):
             least, most = min(least, part[each]), max(most, has[each])
         block_load[block], block_room[block] = least, most
+    return placed
 
 
 @compiled_without_arrays
 def fill_closely(
     own: Any, overdue: int, rows: int, limit: int, row_of: Any, after: Any, before: Any, size: Any
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Fill one row after the other with the largest units, and at the end with the one or two that leave least open.
 
     So rows of few units become full: in rows of 8,192 tokens, units of 2,000 to 3,500 tokens fill 95%, and 90% if each
-    goes to the least loaded row.
-
-    Args:
-        own, row_of: see `fill_evenly`.
-        overdue: the first of the units, that were deferred often.
-        limit: tokens that a row holds.
-        after, before: (units + 1,) int64, whose values don't matter.
-        size: (rows or more,) int64, is set to the number of units of each row.
+    goes to the least loaded row. See `fill_evenly` for `own`, `limit` and `row_of`; the first `overdue` units were
+    deferred often. `after` and `before` (units + 1,) are scratch memory; `size` is set to the number of units of rows.
     """
-    end, late = len(row_of), 0
+    end, late, placed = len(row_of), 0, np.int64(0)
     row_of[:] = -1
     # The units that have no row and aren't overdue are a list in both directions, closed by `end`.
     for unit in range(overdue, end + 1):
@@ -108,6 +101,8 @@ def fill_closely(
                     room -= own[unit]
                     size[row] += 1
                     after[before[unit]], before[after[unit]] = after[unit], before[unit]
+        placed += limit - room
+    return placed
 
 
 @compiled_without_arrays

@@ -1,17 +1,16 @@
-"""plan_steps: puts the units of an epoch into the rows of its steps.
-
-Steps are planned in groups, one group after the other:
+"""plan_steps: puts the units of an epoch into the rows of its steps, one group of steps after the other.
 
 1. A group is offered a little more than it holds: first the units that earlier groups deferred, then the next ones of
-   the shuffled stream. So a unit moves by few steps. Packing a whole epoch at once would destroy the order.
+   the shuffled stream. So a unit moves by few steps.
 2. The largest units are placed first, each in the row with the least load that has room. If the rows stay open, they
    are filled closely, one after the other; if that doesn't help, rows with the fewest tokens come first. Units that
-   fit nowhere are deferred. Units that were deferred twice are placed before all others.
+   fit nowhere are deferred.
 3. The rows are divided among the steps of the group, similar rows in one step, as long as the mean lengths of steps
    differ no more than by chance.
 4. The costliest row of each step exchanges units with the cheapest ones.
 
 Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
+docs/decisions/planner.md has the reasons.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ def plan_steps(
     """The row of each unit, (units,) int64: `step * ranks + rank`.
 
     Args:
-        tokens: (units,) int64, of each unit, in the shuffled order.
-        costs: (units,) int64, at least 1.
-        kinds: (units,) int64 below 2**30; larger units have smaller kinds.
-        limit: tokens that a row holds; a single unit may have more.
-        last_limit: the same for the rows of `last_step`.
+        tokens, costs, kinds: (units,) int64 in the shuffled order; costs are at least 1, and kinds below 2**30. Larger
+            units have smaller kinds.
+        limit, last_limit: tokens that a row holds, and a row of `last_step`; a single unit may have more.
         ranks: rows of a step.
         together: how many steps are planned as one group.
         last_step: the step that is offered all remaining units.
@@ -102,21 +99,17 @@ def plan_steps(
             unit = keys[place] & (1 << _BITS) - 1
             units[place], own[place], own_costs[place] = unit, tokens[unit], costs[unit]
             held += tokens[unit]
-        fill_evenly(own, own_costs, rows, most, row_of, of_rows)
-        taken = _placed(own, row_of)
+        taken = fill_evenly(own, own_costs, rows, most, row_of, of_rows)
         fuller = False
         open_rows = taken < min(held, whole) - whole // _OPEN
         if open_rows and _least_deferred(own, row_of) <= most // 2:
-            fill_closely(own, overdue, rows, most, other, of_units[4], of_units[5], of_rows[1])
-            gained = _placed(own, other)
+            gained = fill_closely(own, overdue, rows, most, other, of_units[4], of_units[5], of_rows[1])
             fuller = gained > taken + whole // _OPEN and _extremes(of_rows[1], rows)[0] > 0
             if fuller:
                 row_of, taken = other, gained
         uneven = taken < whole - whole // _UNEVEN
-        if uneven and not fuller:
-            fill_evenly(own, own, rows, most, other, of_rows)
-            if _placed(own, other) >= taken:
-                row_of = other
+        if uneven and not fuller and fill_evenly(own, own, rows, most, other, of_rows) >= taken:
+            row_of = other
         if steps > 1:
             _divide(own, own_costs, units, row_of, rows, ranks, uneven, of_rows)
         if ranks > 1:
@@ -140,10 +133,7 @@ def _offer(
 ) -> tuple[int, int]:  # fmt: skip
     """Choose what a group is offered from the pool; units of the stream are added to the pool as needed.
 
-    Units that would exceed the offer are passed over, so every group is offered the same number of tokens.
-
-    Args:
-        most: the tokens that the offer doesn't exceed, except to give every row a unit.
+    Units that would exceed `most` tokens are passed over, except to give every row a unit.
 
     Returns:
         The number of units in the pool now, and the position up to which the stream is read.
@@ -181,21 +171,8 @@ def _extremes(values: Any, count: int) -> tuple[int, int]:
 
 
 @compiled_without_arrays
-def _placed(own: Any, row_of: Any) -> int:
-    """The tokens of the units that have a row."""
-    found = np.int64(0)
-    for unit in range(len(row_of)):
-        if row_of[unit] >= 0:
-            found += own[unit]
-    return found
-
-
-@compiled_without_arrays
 def _least_deferred(own: Any, row_of: Any) -> int:
-    """The tokens of the smallest unit without a row.
-
-    If they are more than half a row, short units all have rows, and each row holds a long one: no row can be fuller.
-    """
+    """The tokens of the smallest unit without a row. If they are more than half a row, no row can be fuller."""
     unit = len(row_of) - 1
     while row_of[unit] >= 0:
         unit -= 1
@@ -211,11 +188,8 @@ def _divide(
     Similar rows in one step have similar costs, but make steps of long units and steps of short ones. So divisions are
     tried in this order, until the mean lengths of steps differ no more than by chance: first rows of like load share a
     step, then more and more rows of like places in the stream, at last each step gets equally many rows of each range
-    of loads. A row's place is the place of one of its units, drawn by a hash: a mean place would collect rows of many
-    units in the middle.
-
-    Args:
-        uneven: the load is tokens, because all ranks wait for the fullest row of a step; otherwise it is the cost.
+    of loads. A row's place is the place of one of its units, drawn by a hash. The load is the cost, or the tokens of
+    `uneven` rows.
     """
     load, size, tokens, place, number_of = of_rows[0], of_rows[1], of_rows[2], of_rows[3], of_rows[4]
     by_load, drawn, keys, spare, starts = of_rows[5], of_rows[5], of_rows[6], of_rows[7], of_rows[8]
@@ -384,12 +358,7 @@ def _exchange(
 
 @compiled_without_arrays
 def _make_sets(unit: int, after: Any, own: Any, costs: Any, chosen: Any, sets: Any) -> int:
-    """Write the sets of up to two units that a row offers to `sets`; return their number.
-
-    Args:
-        unit: the first of the row.
-        chosen: (units,) int64, whose values don't matter.
-    """
+    """Write the sets of up to two units that a row offers to `sets`; return their number. `unit` is the row's first."""
     count = 0
     while unit >= 0:  # of a cost only two
         if count < 2 or costs[chosen[count - 2]] != costs[unit]:

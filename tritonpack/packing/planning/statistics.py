@@ -25,28 +25,23 @@ class PlanStatistics:
     Two steps of two ranks with room for 10 tokens. In the first step the ranks hold 10 and 8 tokens, in the second 5
     and 5, so they process 28 tokens in the time of 2 * (10 + 5). Document 6 is in no row:
 
-    >>> lengths = [4, 4, 2, 8, 5, 5, 2]
     >>> plan = Plan(np.array([0, 1, 2, 3, 4, 5]), np.array([0, 3, 4, 5, 6]), num_ranks=2, capacity=10)
-    >>> found = plan_statistics(plan, lengths)
-    >>> found.tokens, found.efficiency, round(found.utilization, 4), round(found.tokens_covered, 4)
-    (28, 0.7, 0.9333, 0.9333)
-    >>> found.documents, found.left_out
-    (6, 1)
+    >>> found = plan_statistics(plan, [4, 4, 2, 8, 5, 5, 2])
+    >>> found.tokens, found.left_out, found.efficiency, round(found.utilization, 4)
+    (28, 1, 0.7, 0.9333)
     >>> found.l2_lag_max == (8 * 8 - (4 * 4 + 4 * 4 + 2 * 2)) ** 0.5
     True
 
     Attributes:
         num_steps, num_ranks, capacity, filler_rows: see `Plan`. Filler rows take time, and don't count as tokens.
-        documents, tokens: the documents in the rows, but for those that filler rows repeat, and their tokens.
+        documents, tokens: in the rows, but for documents that filler rows repeat.
         left_out: the documents of `lengths` that are in no row.
         efficiency: tokens / (steps * ranks * capacity): how full the rows are.
         utilization: tokens / (ranks * the sum over steps of the fullest rank's tokens): the share of time in which
             ranks don't wait for the fullest rank, if time is proportional to tokens.
-        cost_utilization: the same with the cost of a Llama of 8 billion parameters, 29,446 * tokens + sum(length**2),
-            in place of tokens.
-        l2_lag: the root mean square over steps of the lag, in tokens. The lag of a step is sqrt(largest - smallest sum
-            of squared lengths of a rank).
-        l2_lag_max: the largest lag of a step.
+        cost_utilization: the same with 29,446 * tokens + sum(length**2), the cost of a Llama of 8 billion parameters.
+        l2_lag, l2_lag_max: the root mean square over steps, and the largest, of the lag of a step in tokens:
+            sqrt(largest - smallest sum of squared lengths of a rank).
         padding: the share of padding in padded rows; 0 for packed rows.
         spread: the standard deviation over steps of the mean document length, relative to random steps. It is above 1
             if some steps hold long documents and others short ones. None for fewer than three steps or equal lengths.
@@ -77,24 +72,22 @@ def plan_statistics(
 
     Args:
         plan: the steps.
-        lengths: (documents,) integers, the tokens of each document, by the document numbers of the plan; or `Units`,
-            whose `squares` count as squared lengths.
-        padded: rows are padded: each document takes as many tokens as the longest of its row. Efficiency counts the
-            documents' own tokens; utilization and L2 lag count padding, too.
+        lengths: (documents,) integers, the tokens of each document; or `Units`, whose `squares` count as squared
+            lengths.
+        padded: each document takes as many tokens as the longest of its row. Efficiency counts the documents' own
+            tokens; utilization and L2 lag count padding, too.
 
     Raises:
-        ValueError: lengths that aren't a row of positive integers, no length for a document of the plan, a wrong
-            option, padded rows of `Units`, whose sequences it doesn't know.
+        ValueError: lengths that aren't positive integers, no length for a document of the plan, a wrong option, padded
+            rows of `Units`.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be a Plan, such as plan_epoch returns; got {type(plan).__name__}.")
     tokens_of = lengths.tokens if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
     squares_of = lengths.squares if isinstance(lengths, Units) else tokens_of**2
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):
-        raise ValueError(
-            f"the plan holds document {int(plan.items.max())}, but there are only {len(tokens_of)} lengths. Pass the "
-            "lengths that the plan was made from."
-        )
+        most, count = int(plan.items.max()), len(tokens_of)
+        raise ValueError(f"the plan holds document {most}, but there are only {count} lengths. Pass those of the plan.")
     if check_flag(padded, "padded") and isinstance(lengths, Units):
         raise ValueError("padded=True needs the lengths of documents: units don't tell their longest sequence.")
 
@@ -140,10 +133,9 @@ def plan_statistics(
 
 
 def _spread(tokens: NDArray[np.number], counts: NDArray[np.int64], sigma: float) -> float | None:
-    """The spread of the mean lengths of steps with these tokens and counts of documents.
+    """The spread of the mean lengths of steps, where sigma is the standard deviation of all lengths.
 
-    The mean of n independent draws has the standard deviation sigma / sqrt(n), where sigma is the standard deviation of
-    all lengths. For steps of different n this is sigma * sqrt(mean(1 / n)).
+    The mean of n independent draws has the standard deviation sigma / sqrt(n).
     """
     tokens, counts = tokens[counts > 0], counts[counts > 0]
     if len(counts) < 2 or sigma == 0:

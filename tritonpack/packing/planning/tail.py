@@ -24,7 +24,7 @@ def is_full(tokens: Tokens, capacity: int, num_ranks: int) -> bool:
 
 
 def check_tail(tokens: Tokens, capacity: int, num_ranks: int, tail: Tail) -> None:
-    """ValueError if `tail="drop"` leaves out every unit. This depends on their tokens alone, not on their order."""
+    """ValueError if `tail="drop"` leaves out every unit."""
     if tail == "drop" and not is_full(tokens, capacity, num_ranks):
         raise ValueError(
             f"{count(tokens.sum(), 'token')} can't fill one step of {count(num_ranks, 'rank')} with "
@@ -36,16 +36,10 @@ def check_tail(tokens: Tokens, capacity: int, num_ranks: int, tail: Tail) -> Non
 def spread(
     steps: Callable[..., NDArray[np.int64]], tokens: Tokens, capacity: int, num_ranks: int, least_steps: int
 ) -> NDArray[np.int64]:
-    """Plan all units in as few steps as found, but at least `least_steps`, about equally full.
+    """The row of each unit, `step * num_ranks + rank`, in as few steps as found, which are about equally full.
 
-    Full rows tell how many steps are needed; then all but the last step get rows that are just large enough. If no such
-    plan is found, the rows stay full.
-
-    Args:
-        steps: plans with rows of a capacity, which is smaller in steps before `last_step`.
-
-    Returns:
-        The row of each unit, `step * num_ranks + rank`.
+    Full rows tell how many steps are needed; then all but the last step get rows that are just large enough, if a plan
+    is found. `steps` plans with rows of a capacity, which is smaller in steps before `last_step`.
     """
     rows = steps(capacity)
     num_steps = int(rows.max()) // num_ranks + 1
@@ -66,13 +60,10 @@ def whole_steps(
 
     The missing documents come from rows with more than one, from the latest steps first. Where no row has more than
     one, the shortest documents are packed together, if that saves a step. Where it doesn't, rows of the last ranks stay
-    empty.
-
-    Args:
-        rows: (documents,) `step * num_ranks + rank` of each document. Only rows of the last step may be empty.
+    empty. Before, only rows of the last step may be empty.
 
     Returns:
-        Their rows now, the number of steps, and the number of empty rows.
+        The row of each document, the number of steps, and the number of empty rows.
 
     Raises:
         ValueError: too few documents for `least_steps`.
@@ -84,10 +75,8 @@ def whole_steps(
         if packed is not None:
             rows, num_steps = packed, most
     if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
-        raise ValueError(
-            f"{len(rows)} documents can't make least_steps={least_steps} steps in which each of {num_ranks} ranks has "
-            "one. Ask for fewer steps, use fewer ranks or more documents."
-        )
+        few = f"{len(rows)} documents can't make least_steps={least_steps} steps in which each of {num_ranks} ranks has"
+        raise ValueError(f"{few} one. Ask for fewer steps, or use fewer ranks.")
     num_steps = max(num_steps, least_steps)
     num_rows = num_steps * num_ranks
     held = np.bincount(rows, minlength=num_rows)
@@ -120,10 +109,10 @@ def _spare_documents(
 
 
 def _in_rows(tokens: Tokens, capacity: int, num_rows: int) -> NDArray[np.int64] | None:
-    """The rows of units in at most `num_rows` rows, fewer than units and more than half; None if not found.
+    """The row of each unit in `num_rows` rows, of fewer than units and more than half; None if not found.
 
-    Rows come in the order of their first units. `len(tokens) - num_rows` units must join a row of others. If this is
-    possible at all, it is possible within twice as many of the shortest units.
+    Rows come in the order of their first units. `len(tokens) - num_rows` units must join others. If this is possible,
+    it is possible within twice as many of the shortest units.
     """
     joined = len(tokens) - num_rows
     chosen = np.argsort(tokens, kind="stable")[: 2 * joined][::-1]
@@ -137,12 +126,9 @@ def _in_rows(tokens: Tokens, capacity: int, num_rows: int) -> NDArray[np.int64] 
 
 
 def _fit(tokens: list[int], num_bins: int, capacity: int) -> list[int] | None:
-    """The bin of each unit, found by a depth-first search; None if there is none, or none was found in time.
+    """The bin of each unit, from large to small, by a depth-first search; None if none is found in _TRIES.
 
     The first branch of the search is best-fit-decreasing.
-
-    Args:
-        tokens: from large to small.
     """
     if sum(tokens) > num_bins * capacity:
         return None

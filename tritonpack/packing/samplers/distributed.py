@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,86 +16,51 @@ from torch.utils.data import Sampler
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.plan import (
-    MOST_TOKENS,
-    Objective,
-    Order,
-    Plan,
-    check_options,
-    epoch_order,
-    plan_units,
-)
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options, plan_epoch
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.epochs import VERSION, EpochSampler, check_state, describe_changes, digest, same
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes, place_in_world
 from tritonpack.packing.units import Units, as_units, fit_for_sampler
 from tritonpack.removed import refuse_removed
 
-# What decides the plans beside the units, the epoch and an order of one's own: arguments of `plan_units`, and the seed.
+# What decides the plans beside the units and the epoch: arguments of `plan_epoch`.
 _SETTINGS = {"capacity", "num_ranks", "seed", "objective", "tail", "shuffle", "least_steps"}
+_OTHER = "Load another state, or begin the epoch anew."
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of an epoch that is planned with the same settings: what earlier parts left over.
-
-    So every unit is trained on once. A state holds the settings of all parts, which are planned again when it is
-    loaded.
-
-    Attributes:
-        epoch: the epoch.
-        before: the settings of earlier parts, and how many of their rows are done.
-        settings: see `_SETTINGS`.
-        plan: the rows, with the numbers of the dataset's units.
-        steps_before: the steps of earlier parts; one that wasn't whole counts.
-    """
+    """A part of an epoch that is planned with the same settings: what earlier parts left over."""
 
     epoch: int
-    before: Sequence[tuple[dict[str, Any], int]]
+    before: Sequence[tuple[dict[str, Any], int]]  # the settings of earlier parts, and how many of their rows are done
     settings: dict[str, Any]
     plan: Plan
-    steps_before: int
+    steps_before: int  # of earlier parts; one that wasn't whole counts
 
     @cached_property
     def digest(self) -> str:
         return digest(self.plan.items, self.plan.offsets)
 
 
-class Place(NamedTuple):
-    """Where a state stands: the segment that goes on, the batches of its epoch that are done, the saved settings."""
-
-    made: Segment
-    done: int
-    saved: dict[str, Any]
-
-
 class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
-    part of each step. The class replaces the multipack project's class of this name, with `objective="linear"` also its
-    sampler for linear attention.
+    part of each step. The class replaces the multipack project's two samplers.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=2)
-    >>> len(sampler), list(sampler), sampler.dropped_documents
-    (2, [[1, 0], [6]], 1)
-    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
-    (2, [[2, 3], [4, 5]])
+    >>> list(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
+    ([[1, 0], [6]], [[2, 3], [4, 5]])
 
-    All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
-    it.
+    Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to it.
 
-    Every process of a process group makes this sampler, and all of them raise an error if lengths or settings differ. A
-    sampler for some of the processes (`num_replicas` smaller than the group) compares nothing. Compare `state_dict()`
-    there, which is the same on every rank.
-
-    Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch: a second pass over one
-    epoch causes a warning. accelerate divides batches itself: pass `shard=False` there.
+    The processes of a process group compare lengths and settings; a sampler for some of them compares nothing. Call
+    `set_epoch` before each epoch: a second pass over one epoch causes a warning.
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
-        is_shared: whether the ranks of a `group` share batches.
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
         report: what was done with documents that are longer than `batch_max_length`.
@@ -108,20 +73,16 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         group: in place of `num_replicas` and `rank` the ranks that share every batch (`SequenceParallel`) and count as
             one: a process group, or a dimension of a DeviceMesh such as `mesh["sp"]`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
-            a process group the seed of rank 0. A loaded state has its own seed.
-        objective, tail: see `plan_epoch`.
-        epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
-            epochs once, at the first use of an epoch.
-        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To load their first
-            tokens, pass `lengths` that are cut, and `PackingCollator(max_document_length=...)`.
-        shuffle: shuffle the documents, in a new order for each epoch.
-        order: an order of your own in place of the shuffled one, see `plan_epoch`.
-        shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
+            a process group the seed of rank 0.
+        objective, tail, shuffle: see `plan_epoch`.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs.
+        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out.
+        shard: yield the batches of this rank only. False yields the batches of all ranks, step by step, for accelerate.
 
     Raises:
-        ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's rank, too few tokens to
-            fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the ranks of a
-            process group; no seed for a sampler that can't ask rank 0 for it.
+        ValueError: a wrong option, lengths that don't fit, a rank that isn't this process's, too few tokens to fill one
+            step to 95% under `tail="drop"`; ranks of a process group with other lengths, options or seeds; no seed for
+            a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: numba can't be imported, at the first use of an epoch.
 
@@ -141,7 +102,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         epochs: int = 1,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
-        order: Order | None = None,
         shard: bool = True,
         group: Any = None,
         **removed: Any,
@@ -151,19 +111,14 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
         self._seed_is_given = seed is not None
         self.seed = check_integer(torch.initial_seed() if seed is None else seed, "seed", 0, None)
-        check_flag(shuffle, "shuffle")
-        self._epochs_differ = shuffle and (order is None or callable(order))
+        self._epochs_differ = check_flag(shuffle, "shuffle")
         self._units = as_units(lengths)  # with those that are left out, which longer rows have planned
         self.lengths, self.report = fit_for_sampler(self._units, batch_max_length, overlong)
         self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard, group)
         self.is_shared = group is not None
         check_options(objective, tail)
-        if order is not None and not shuffle:
-            raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
-        in_epoch = epoch_order(len(self.lengths), self.seed, 0, shuffle, order)
-        self._order = order if order is None or callable(order) else in_epoch  # a copy
-        check_tail(self.lengths[in_epoch].astype(np.int64), self.batch_max_length, self.num_replicas, tail)
+        check_tail(self.lengths.astype(np.int64), self.batch_max_length, self.num_replicas, tail)
         self._options = {"objective": objective, "tail": tail, "shuffle": shuffle}
         self._epochs = check_integer(epochs, "epochs")
         self._least_steps: dict[int, int] = {}  # by seed: if several epochs get the same number
@@ -176,20 +131,18 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         processes = place_among_processes()[0]
         self._compares = can_compare(processes if self.is_shared else self.num_replicas)
         if self._compares:
-            values = {**self._given(), "the lengths": self._lengths_summary, "the digest of order": None}
-            values["seed"] = self.seed if self._seed_is_given else None
-            if order is not None:
-                values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
-            self.seed = compare(
-                "made this sampler", values, "the samplers of the ranks differ", "Pass the same lengths in the same "
-                "order and the same options on every rank, make samplers in the same order, and call set_epoch on all "
-                "ranks.", told=self.seed,
-            )  # fmt: skip
+            values = {
+                "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, **self._options,
+                "seed": self.seed if self._seed_is_given else None, "epochs": self._epochs, "shard": shard,
+                "the lengths": self._lengths_summary,
+            }  # fmt: skip
+            remedy = "Pass the same lengths and options on every rank, and make samplers in the same order."
+            differ = "the samplers of the ranks differ"
+            self.seed = compare("made this sampler", values, differ, remedy, told=self.seed)
         elif seed is None and shuffle and processes > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in {processes} "
-                "processes can't ask it: some of them may make no sampler. Pass the same seed on every rank, such as "
-                "seed=0."
+                "processes can't ask it: some of them may make no sampler. Pass a seed, such as seed=0."
             )
 
     @property
@@ -205,30 +158,22 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return {**own, "least_steps": self._least_steps.get(seed, 1)}
 
     def _segment(self, epoch: int, before: Sequence[tuple[dict[str, Any], int]], settings: dict[str, Any]) -> Segment:
-        """Plan what earlier segments of an epoch leave over.
-
-        Raises:
-            ValueError: settings or rows that can't be.
-        """
+        """Plan what earlier segments of an epoch leave over; ValueError for settings or rows that can't be."""
         made = self._made
         if made and same([made.epoch, *made.before, made.settings], [epoch, *before, settings]):
             return made
-        done, steps = None, 0
-        for own, rows in before:
-            plan = self._plan_left(epoch, done, own)
+        done, steps = np.zeros(len(self._units), dtype=np.bool_), 0
+        for own, rows in (*before, (settings, 0)):
+            if own.keys() != _SETTINGS:
+                raise ValueError(f"they are {', '.join(map(repr, own))}.")
+            # An epoch that changes its settings can't have the number of steps of other epochs.
+            options = {**own, "least_steps": 1} if done.any() else own
+            left_out = done | (self._units.tokens > check_integer(own["capacity"], "capacity"))
+            plan = plan_epoch(self._units, epoch=epoch, done=left_out if left_out.any() else None, **options)
             check_integer(rows, "the rows of earlier settings", 0, len(plan.offsets) - 1)
-            trained = plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]
-            done = np.bincount(trained, minlength=len(self._units)) + (0 if done is None else done)
+            done[plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]] = True
             steps += -(-rows // plan.num_ranks)
-        return Segment(epoch, tuple(before), settings, self._plan_left(epoch, done, settings), steps)
-
-    def _plan_left(self, epoch: int, done: NDArray[np.int64] | None, settings: dict[str, Any]) -> Plan:
-        if settings.keys() != _SETTINGS:
-            raise ValueError(f"they are {', '.join(map(repr, settings))}.")
-        options = dict(settings)
-        units, seed = self._units, options.pop("seed")
-        squares = None if units.are_documents else units.squares
-        return plan_units(units.tokens, squares, done, seed, epoch, self._order, **options)
+        return Segment(epoch, tuple(before), settings, plan, steps)
 
     def _current(self) -> Segment:
         made = self._made
@@ -249,12 +194,9 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         """Where the epoch stands, as plain numbers and strings, the same on every rank, so one may save for all.
 
         Args:
-            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
-                them. None takes the number that the latest iterator has yielded. With DataLoader workers that
-                number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
-
-        Raises:
-            ValueError: more batches than the epoch has.
+            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides them;
+                ValueError for more than it has. None takes the number that the latest iterator has yielded. DataLoader
+                workers fetch batches ahead, which count; torchdata's StatefulDataLoader corrects that.
         """
         made, done = self._current(), self._done
         if batches_done is not None:
@@ -262,8 +204,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         first = made.steps_before * self._batches_per_step
         if done < first:
             raise ValueError(
-                f"batches_done must be at least {first}, the batches of this epoch from before it was resumed with "
-                f"other settings; got {done}. Count the batches from the beginning of the epoch."
+                f"batches_done counts from the beginning of the epoch, so it must be at least {first}, which were done "
+                f"before it was resumed with other settings; got {done}."
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
         return {
@@ -278,19 +220,16 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
-        If the settings plan the same epoch as the settings of the state, the batches are the same as without an
-        interruption. Otherwise, as with another number of ranks or another `batch_max_length`, the rest of the epoch is
-        planned anew, and a warning names the changes. Every document is then trained on once, except documents that
-        `tail` leaves out. A sampler without a seed takes the seed of the state.
-
-        Every rank must call this, with the same state: ranks that share a process group compare it.
+        With settings that plan another epoch, such as another number of ranks, the rest of the epoch is planned anew,
+        and a warning names the changes. Every document is then trained on once, except documents that `tail` leaves
+        out. A sampler without a seed takes the seed of the state. Every rank of a process group must call this.
 
         Raises:
             ValueError: a damaged state, one of another class or version, one that was saved with other lengths,
                 another state on another rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
-        made, done, saved = self._find_place(state)
+        made, done, saved = self.find_place(state)
         if self._compares:
             place = {"epoch": made.epoch, "batches done": done, "earlier settings": json.dumps(made.before)}
             remedy = "Save the state of one rank, and load it on all."
@@ -302,36 +241,26 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         changes = describe_changes(saved, made.settings) if made.before and is_new else ""
         if changes and place_among_processes()[1] == 0:
             left = made.plan.num_documents + made.plan.left_out
-            say_once(
-                "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {left} {self._units.noun}s that were "
-                "left are planned anew.",
-            )
+            rest = f"The {left} {self._units.noun}s that were left are planned anew."
+            say_once("other-settings", f"epoch {self.epoch} goes on with other settings: {changes}. {rest}")
 
-    def _find_place(self, state: Mapping[str, Any]) -> Place:
-        """Where a state stands; changes nothing."""
+    def find_place(self, state: Mapping[str, Any]) -> tuple[Segment, int, dict[str, Any]]:
+        """The segment in which a state goes on, the batches of its epoch that are done, and the saved settings."""
         check_state(state, {"version", "epoch", "lengths", "segments", "plan"}, type(self).__name__)
         epoch = check_integer(state["epoch"], "epoch", 0, None)
         if state["lengths"] != self._lengths_summary:
             raise ValueError(
                 f"the state was saved with other lengths: of {state['lengths']!r:.100}, and now they are of "
-                f"{self._lengths_summary!r}. Pass the same {self._units.noun}s in the same order, cut at the same "
-                "length, or begin the epoch anew."
+                f"{self._lengths_summary!r}. Pass the same, in the same order and cut alike, or begin the epoch anew."
             )
         try:
             *before, (saved, rows_done) = [(dict(own), rows) for own, rows in json.loads(state["segments"])]
             old = self._segment(epoch, before, saved)
             check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the state is damaged: its settings (segments) can't be read or planned: {error} Load another state, "
-                "or begin the epoch anew."
-            ) from None
+            raise ValueError(f"the state is damaged: segments can't be read or planned: {error} {_OTHER}") from None
         if old.digest != state["plan"]:
-            raise ValueError(
-                "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
-                "other batches from the same settings. Resume with these, or begin the epoch anew."
-            )
+            raise ValueError(f"another version of tritonpack or NumPy planned the state's batches. {_OTHER}")
         settings = self._settings(self.seed if self._seed_is_given or not self._epochs_differ else saved["seed"])
         begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
         made = old if same(saved, settings) else self._segment(epoch, before, settings)
@@ -339,14 +268,11 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             before += [(saved, rows_done)] if rows_done else []
             made, rows_done = self._segment(epoch, before, settings), 0
         rows = made.steps_before * self.num_replicas + rows_done
-        return Place(made, rows * self._batches_per_step // self.num_replicas, saved)
+        return made, rows * self._batches_per_step // self.num_replicas, saved
 
     @property
     def plan(self) -> Plan:
-        """The plan of the current epoch for all ranks. It is computed at the first use.
-
-        After a resume with other settings it is the plan of what was left of the epoch.
-        """
+        """The plan of the current epoch for all ranks; after a resume with other settings, of what was left of it."""
         return self._current().plan
 
     @property
@@ -359,38 +285,21 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return len(self) // self._batches_per_step
 
     def efficiency(self) -> float:
-        """The share of the room in the rows of `plan` that holds tokens, from 0 to 1, over all ranks.
-
-        Documents that filler rows repeat count once, as in `plan_statistics`.
-        """
+        """The share of the room in the rows of `plan` that holds tokens, without those of filler rows."""
         plan = self.plan
         room = plan.num_steps * self.num_replicas * self.batch_max_length
         return float(self._units.tokens[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
 
-    def _given(self) -> dict[str, Any]:
-        """The settings that every rank must have."""
-        return {
-            "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, "seed": self.seed,
-            **self._options, "epochs": self._epochs, "shard": self._shard,
-        }  # fmt: skip
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in {"rank": self.rank, **self._given()}.items())
-        return f"{type(self).__name__}({len(self.lengths)} {self._units.noun}s, {shown})"
-
     @property
     def batch_size(self) -> None:
-        """None, because batches have different numbers of documents. Libraries that divide batches read it.
-
-        Raises:
-            ValueError: batches of one rank of several, or a number of batches, that the processes can't divide.
+        """None: batches have different numbers of documents. Libraries that divide batches read it; ValueError for
+        batches of one rank, or a number of batches, that the processes can't divide.
         """
         processes = place_among_processes()[0]
         if (self._shard and self.num_replicas > 1) or self.num_replicas % processes:
             whose = "all ranks" if self.rank is None else f"rank {self.rank}"
             raise ValueError(
                 f"this sampler yields the batches of {whose}, of {self.num_replicas} ranks, which {processes} "
-                "processes can't divide without losing or repeating some. For accelerate or another library that "
-                "divides batches leave out num_replicas, rank and group, and pass shard=False; or don't let it prepare "
-                "this DataLoader."
+                "processes can't divide without losing or repeating some. For accelerate leave out num_replicas, rank "
+                "and group, and pass shard=False; or don't let it prepare this DataLoader."
             )

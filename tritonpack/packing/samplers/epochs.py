@@ -1,4 +1,4 @@
-"""The epoch of the next pass over a sampler or a stream, whichever loader makes the pass; and states of passes."""
+"""The epoch of the next pass over a sampler or a stream, and checks of their states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pprint import pformat
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,20 @@ VERSION = 5  # of states
 
 
 class EpochCounter:
-    """The epoch of the next pass, and the epoch of the latest pass that has begun.
-
-    Libraries iterate over a sampler or a stream through loaders of their own, and through several of them: accelerate's
-    `skip_first_batches` makes a new one. So passes are counted here, in the object that all of them iterate over.
+    """Counts passes over a sampler or a stream, because libraries iterate over it through several loaders of their own.
 
     `set_epoch` chooses the epoch of the next pass. accelerate calls it, too, as a pass begins, with the number of the
     passes of that loader. This number is no choice: the pass is over the epoch that was chosen, or else over the next.
-
-    Attributes:
-        epoch: the epoch of the next pass, from 0; while a pass is under way its epoch.
     """
 
-    epoch: int = 0
+    epoch: int = 0  # of the next pass; while a pass is under way its epoch
     _latest: int = NEVER  # the epoch of the latest pass that has begun
     _is_chosen: int = False  # the epoch, since the latest pass began
     _is_counted: int = False  # the next pass, by a loader of accelerate that makes it
     _was_counted: int = False  # the latest pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass.
-
-        Raises:
-            ValueError: an epoch that isn't an integer of at least 0.
-        """
+        """Choose the epoch of the next pass; ValueError unless it is an integer of at least 0."""
         epoch = check_integer(epoch, "epoch", 0, None)
         if not _is_number_of_a_pass():
             self.epoch, self._is_chosen = epoch, True
@@ -53,11 +43,6 @@ class EpochCounter:
             # torchdata's workers begin a pass as their loader is made, so the first call may come after its begin.
             self.epoch = max(self.epoch, self._latest + (self._was_counted or self._is_counted))
         self._is_counted = True
-
-    def _go_on(self) -> None:
-        """Go on to the next epoch if a pass over this one has begun, unless it was chosen again."""
-        if self._latest >= self.epoch and not self._is_chosen:
-            self.epoch = self._latest + 1
 
     def _begin(self, epochs_differ: bool) -> None:
         """Count a pass that begins, and warn if it repeats an epoch in vain."""
@@ -70,22 +55,17 @@ class EpochCounter:
         if epochs_differ and self._latest == self.epoch and not self._is_chosen:
             say_once(
                 "same-epoch",
-                f"a sampler or a stream begins a second pass over epoch {self.epoch}, so documents come in the same "
-                "order again. Call set_epoch(number) before each pass, on it or on the loader that accelerate made. If "
-                f"you want the same order, call set_epoch({self.epoch}) again.",
+                f"a sampler or a stream begins a second pass over epoch {self.epoch}, in the same order. Call "
+                "set_epoch(number) before each pass, on it or on the loader that accelerate made, also to repeat one.",
             )
         self._was_counted = self._is_counted
         self._latest, self._is_chosen, self._is_counted = self.epoch, False, False
 
 
 class EpochSampler(EpochCounter, ABC):
-    """A batch sampler whose batches depend only on its settings and the epoch; it counts those that it has yielded.
+    """A batch sampler whose batches depend only on its settings and the epoch; it counts those that it has yielded."""
 
-    Attributes:
-        epoch: the epoch of the next iteration, from 0.
-    """
-
-    _epochs_differ: bool  # whether another epoch has another order
+    _epochs_differ: bool  # another epoch has another order
     _advances = False  # each pass is over the next epoch, unless one was chosen
     _passes = 0  # only the latest pass counts its batches
     _epoch = 0
@@ -109,8 +89,7 @@ class EpochSampler(EpochCounter, ABC):
         self._passes += 1
 
     @abstractmethod
-    def __len__(self) -> int:
-        """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def _current(self) -> Any:
@@ -126,8 +105,8 @@ class EpochSampler(EpochCounter, ABC):
     def _find_begin(self) -> None:
         """Find the epoch and the first batch of the next pass."""
         self._advances |= bool(self._is_counted)  # a loader of accelerate makes passes
-        if self._advances:
-            self._go_on()
+        if self._advances and self._latest >= self.epoch and not self._is_chosen:
+            self.epoch = self._latest + 1
         if not self._waits:  # a pass has begun there
             self._done, self._before = 0, ()
         len(self)  # raises errors now, not at the first batch
@@ -161,30 +140,24 @@ def _is_number_of_a_pass() -> bool:
 
 def _is_sharded_stateful_pass() -> bool:
     """Return whether torchdata's loader makes the pass through a shard of accelerate, which has no state."""
-    frame: FrameType | None = sys._getframe(2)
-    by_torchdata = in_shard = False
-    while frame is not None:
+    by_torchdata, callers = False, set()
+    for frame, _ in walk_stack(sys._getframe(2)):
         module = str(frame.f_globals.get("__name__", ""))
-        by_torchdata = by_torchdata or module.startswith("torchdata.")
+        by_torchdata |= module.startswith("torchdata.")
         if module == "accelerate.data_loader":
-            name = type(frame.f_locals.get("self")).__name__
-            in_shard = in_shard or name in ("BatchSamplerShard", "IterableDatasetShard")
-        frame = frame.f_back
-    return by_torchdata and in_shard
+            callers.add(type(frame.f_locals.get("self")).__name__)
+    return by_torchdata and not callers.isdisjoint({"BatchSamplerShard", "IterableDatasetShard"})
 
 
 def check_state(state: Any, names: set[str], owner: str) -> None:
     """ValueError unless a state has the version of this package and these names."""
-    is_ours = isinstance(state, Mapping) and same(state.get("version"), VERSION) and state.keys() == names
-    if not is_ours:
-        raise ValueError(
-            f"this isn't a state of version {VERSION} of {owner}, as state_dict() returns it; got {state!r:.300}. "
-            "Resume with the version of tritonpack that saved it, or begin the epoch anew."
-        )
+    if not isinstance(state, Mapping) or not same(state.get("version"), VERSION) or state.keys() != names:
+        remedy = "Resume with the version of tritonpack that saved it, or begin the epoch anew."
+        raise ValueError(f"this isn't a state of version {VERSION} of {owner}; got {state!r:.300}. {remedy}")
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the settings that differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    """The settings that differ, such as "seed was 1 and is 0"; an empty string if none does."""
     words = {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
     return "; ".join(
         f"{words.get(name, name)} was {saved[name]!r} and is {now!r}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
-from tritonpack.packing.bins import pack
-from tritonpack.packing.columns import is_iterable
-from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.plan import Plan, document_numbers
+from tritonpack.packing.bins import Algorithm, pack
+from tritonpack.packing.collator import is_iterable
+from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.samplers.epochs import EpochSampler, digest
-from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes
-from tritonpack.packing.units import as_units, fit_for_sampler
+from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes, place_in_world
 
 
 class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
@@ -26,58 +25,42 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     Documents are taken in the order of the given sampler. Each goes into the fullest bin with room (best-fit), or with
     `sequential` into the last bin (next-fit). A batch is a list of `batch_size` bins, a bin is a list of document
-    numbers:
+    numbers. Here a third bin, with document 3, doesn't make a whole batch, so `drop_last` leaves it out:
 
     >>> batches = MultipackBatchSampler(range(5), batch_size=2, batch_max_len=8, lengths=[5, 4, 3, 8, 4])
-    >>> list(batches), batches.efficiency(), len(batches)
+    >>> list(batches), batches.efficiency(), batches.dropped_documents
     ([[[0, 2], [1, 4]]], 1.0, 1)
-
-    The third bin, with document 3, doesn't make a whole batch, so `drop_last` leaves it out:
-
-    >>> batches.dropped_documents
-    1
 
     `DataLoader(BinDataset(dataset), batch_sampler=batches, collate_fn=PackingCollator())` loads a batch as one row of
     at most batch_size x batch_max_len tokens.
 
-    Every process computes the same batches from the seed and the epoch, so accelerate may divide them. It gives every
-    process the same number of batches and leaves out the rest, which `dropped_documents` counts. `set_epoch`, which
-    accelerate and Trainer call, changes the order. A second pass over one epoch causes a warning. To resume, choose the
-    epoch and skip the batches that are done, as Trainer and `accelerate.skip_first_batches` do.
-
-    Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
-    with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
-    the start of an iteration, so every rank must iterate.
+    Every process computes the same batches, and accelerate divides them. A second pass over one epoch causes a warning:
+    call `set_epoch` before each pass. To resume, choose the epoch and skip the batches that are done, as Trainer does.
 
     Attributes:
         epoch: the epoch of the next iteration.
-        seed, num_replicas: as given or found.
-        lengths: (documents,) int32, 0 for dropped documents.
-        report: what was done with documents that are longer than `batch_max_len`.
+        seed: the seed of the sampler's generator; without one torch's seed, or 0 in a run of several processes, which
+            may be seeded differently.
 
     Args:
-        sampler: yields document numbers, the same on every rank: a sampler or any iterable.
+        sampler: yields document numbers, the same on every rank: a sampler or any iterable. Torch's random ones get a
+            new `generator` in each epoch, seeded by `seed` and the epoch; one with `set_epoch` gets the epoch. The
+            ranks compare the order of any other sampler at the start of a pass, so every rank must iterate.
         batch_size: bins per batch.
         batch_max_len: tokens per bin.
-        lengths: (documents,) whole numbers, the tokens of each document of the dataset.
+        lengths: (documents,) whole numbers from 1 to `batch_max_len`, the tokens of each document of the dataset.
         bin_size: the largest number of documents per bin; None and 0 set no limit.
-        drop_last: leave out a last batch of fewer than `batch_size` bins, and batches that are too few for one per
-            process. False is for one process.
-        sequential: keep the order of the sampler: a bin holds consecutive documents. None means False.
+        drop_last: leave out what makes no whole batch for each process. False is for one process.
+        sequential: keep the order of the sampler; None means False.
         group_size: the number of documents that are packed at a time (without `sequential`).
-        seed: at least 0. None takes the seed of the sampler's generator. Without a generator it takes torch's seed,
-            or 0 in a run of several processes, which may be seeded differently.
-        overlong: see MultipackDistributedBatchSampler.
-        num_replicas: the number of processes among which accelerate or Trainer divides the batches. None reads it from
-            torch.distributed, or from the launcher's WORLD_SIZE; without them it is 1.
-        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect, and
-            of any value, because batches are counted, not estimated.
+        num_replicas: the number of processes among which accelerate divides the batches; None: of all processes.
+        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect,
+            because batches are counted, not estimated.
 
     Raises:
-        ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
-            first use of an epoch, a sampler that yields anything but numbers of documents, different orders on
-            different ranks, under `drop_last` too few bins for a batch of each process; `drop_last=False` for several
-            processes.
+        ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler),
+            `drop_last=False` for several processes; at the first use of an epoch, a sampler that yields anything but
+            document numbers, different orders on different ranks, too few bins for a batch of each process.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
@@ -99,36 +82,27 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         safe_mode: bool | None = True,
         mp_start_method: str | None = "fork",
         *,
-        seed: int | None = None,
-        overlong: Literal["error", "drop"] = "error",
         num_replicas: int | None = None,
     ) -> None:
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
-            raise ValueError(
-                f"the sampler divides the documents among {ranks} ranks, which would then have different numbers of "
-                "batches. Pass a sampler of all documents on every rank, such as torch's RandomSampler, and let "
-                "accelerate or Trainer divide the batches."
-            )
+            advice = "Pass a sampler of all documents, such as a RandomSampler; accelerate divides the batches."
+            raise ValueError(f"the sampler divides the documents among {ranks} ranks. {advice}")
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
         # DistributedSampler has the attribute `shuffle`.
         self._epochs_differ = seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True)))
-        self._sampler = sampler
+        self._sampler: Any = sampler
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._made: tuple[int, Plan] | None = None  # an epoch, and its batches as steps
-        num_replicas = place_among_processes()[0] if num_replicas is None else num_replicas
-        self.num_replicas = check_integer(num_replicas, "num_replicas")
-        if seed is None:
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                seed = generator.initial_seed()
-            else:  # processes may be seeded differently
-                seed = torch.initial_seed() if self.num_replicas == 1 else 0
-        self.seed = check_integer(seed, "seed", 0, None)
+        self.num_replicas, _ = place_in_world(num_replicas, None, shard=False)
+        generator = getattr(sampler, "generator", None)
+        default = torch.initial_seed() if self.num_replicas == 1 else 0  # processes may be seeded differently
+        self.seed = generator.initial_seed() if isinstance(generator, torch.Generator) else default
         self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
-        self.lengths, self.report = fit_for_sampler(as_units(_whole(lengths)), self.batch_max_len, overlong)
+        remedy = "leave longer documents out of the dataset (dataset.filter)"
+        self.lengths = fit_lengths(_whole(lengths), self.batch_max_len, name="batch_max_len", remedy=remedy).lengths
         self.drop_last = check_flag(drop_last, "drop_last")
         self.sequential = sequential is not None and check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
@@ -137,9 +111,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         self.group_size = check_integer(group_size, "group_size")
         if not drop_last and self.num_replicas > 1:
             raise ValueError(
-                f"drop_last=False doesn't give {self.num_replicas} processes equally many batches, so some documents "
-                "would be seen twice. Pass drop_last=True, or plan all documents with MultipackDistributedBatchSampler"
-                "(..., tail='spread', shard=False). If nothing divides the batches, pass num_replicas=1."
+                f"drop_last=False doesn't give {self.num_replicas} processes equally many batches. Pass num_replicas=1 "
+                "if nothing divides batches, or use MultipackDistributedBatchSampler(..., tail='spread', shard=False)."
             )
 
     def _current(self) -> Plan:
@@ -149,17 +122,11 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         return self._made[1]
 
     def _pack(self, documents: NDArray[np.int32]) -> Plan:
-        documents = documents[self.lengths[documents] > 0]
-        if not len(documents):
-            raise ValueError(
-                f"the sampler yields no document of at most {self.batch_max_len} tokens. Raise "
-                "batch_max_len, or give it a dataset that isn't empty."
-            )
         group_size = len(documents) if self.sequential else self.group_size
+        algorithm: Algorithm = "next_fit" if self.sequential else "best_fit"
         items, sizes = [], []
         for start in range(0, len(documents), group_size):
             group = documents[start : start + group_size]
-            algorithm: Literal["next_fit", "best_fit"] = "next_fit" if self.sequential else "best_fit"
             packing = pack(self.lengths[group], self.batch_max_len, algorithm=algorithm, max_items=self.bin_size)
             items.append(group[packing.items])
             sizes.append(np.diff(packing.offsets))
@@ -169,9 +136,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             if batches < self.num_replicas:
                 raise ValueError(
                     f"{len(found)} documents make {len(counts)} bins of {self.batch_max_len} tokens, fewer than one "
-                    f"batch of batch_size={self.batch_size} for each of num_replicas={self.num_replicas} processes, "
-                    "and drop_last leaves out what makes none. Lower batch_size or batch_max_len, pass drop_last=False "
-                    "in one process, or num_replicas=1 if nothing divides the batches."
+                    f"batch of batch_size={self.batch_size} for each of num_replicas={self.num_replicas} processes. "
+                    "Lower them or batch_max_len, or pass drop_last=False in one process."
                 )
             counts = counts[: batches * self.batch_size]
         else:  # bins without documents complete the last batch
@@ -182,14 +148,21 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     def _documents(self, epoch: int) -> NDArray[np.int32]:
         """The document numbers that the given sampler yields in an epoch."""
-        sampler: Any = self._sampler
+        sampler = self._sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         elif hasattr(sampler, "generator"):
             seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator(device="cpu").manual_seed(int(seed))
-        return document_numbers(list(sampler), len(self.lengths), "the sampler")
+        numbers, count = np.asarray(list(sampler)), len(self.lengths)
+        rule = f"the sampler must yield document numbers, 0 to {count - 1}"
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise ValueError(f"{rule}; got {numbers!r:.100}.")
+        outside = (numbers < 0) | (numbers >= count)
+        if outside.any():
+            raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}. Are these the lengths of the same dataset?")
+        return numbers.astype(np.int32)
 
     def __len__(self) -> int:
         return self._current().num_steps
@@ -215,11 +188,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     @property
     def dropped_documents(self) -> int:
-        """The documents at the end of this epoch that `drop_last` leaves out; overlong ones aren't counted.
-
-        They are the documents of an incomplete batch, and of the batches beyond a multiple of `num_replicas`, which
-        accelerate leaves out.
-        """
+        """The documents of an incomplete last batch, and of batches beyond a multiple of `num_replicas`."""
         plan = self._current()
         used = plan.num_steps // self.num_replicas * self.num_replicas * self.batch_size
         return plan.left_out + len(plan.items) - int(plan.offsets[used])
@@ -232,7 +201,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
 
 def _whole(lengths: Any) -> Any:
-    """The lengths, as integers if they are floats with whole values; `Units` checks all others."""
+    """The lengths, as integers if they are floats with whole values; `fit_lengths` checks all others."""
     try:
         array = np.asarray(lengths)
     except ValueError:  # rows of different lengths

@@ -25,10 +25,7 @@ def has_group() -> bool:
 
 
 def place_among_processes() -> tuple[int, int]:
-    """The number of processes of the job and the number of this one, from the process group or from the launcher.
-
-    The launcher (torchrun) sets WORLD_SIZE and RANK.
-    """
+    """The number of processes of the job and the number of this one, from the process group or from torchrun."""
     if has_group():
         return dist.get_world_size(), dist.get_rank()
     processes, number = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
@@ -38,18 +35,13 @@ def place_among_processes() -> tuple[int, int]:
 def place_in_world(
     num_replicas: int | None, rank: int | None, shard: bool, group: Any = None
 ) -> tuple[int, int | None]:
-    """The number of ranks and the rank of this process (None unless `shard`), from `place_among_processes` if not
-    given.
+    """The number of ranks and the rank of this process (None unless `shard`), by default those of the processes.
 
-    Args:
-        group: the group of ranks that share batches and count as one rank; None if every rank has its own.
+    `group` is the group of ranks that share batches and count as one rank; None if every rank has its own.
     """
     if group is not None:
         if num_replicas is not None or rank is not None:
-            raise ValueError(
-                f"group says how many replicas there are, and which one this process belongs to; got num_replicas="
-                f"{num_replicas} and rank={rank} beside it. Leave them out, or the group."
-            )
+            raise ValueError(f"leave out group, or num_replicas={num_replicas} and rank={rank}: group says both.")
         number, leaders = place_of_group(group)
         return len(leaders), number if shard else None
     processes, number = place_among_processes()
@@ -61,53 +53,43 @@ def place_in_world(
         if num_replicas > 1 and not is_known:
             raise ValueError(
                 f"num_replicas={num_replicas} doesn't say which rank this process is, of {processes} processes. Pass "
-                "rank, too, or call torch.distributed.init_process_group first and leave out num_replicas."
+                "rank, or call torch.distributed.init_process_group first and leave out num_replicas."
             )
         rank = number if num_replicas > 1 else 0
     elif can_compare(num_replicas) and rank != number:
         raise ValueError(
             f"rank={rank!r:.100} isn't this process, which is rank {number} of the {processes} ranks of the process "
-            "group. Leave out num_replicas and rank, or pass rank=torch.distributed.get_rank(), which LOCAL_RANK isn't "
-            "on several machines."
+            "group (on several machines LOCAL_RANK differs). Leave out num_replicas and rank."
         )
     return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
 
 
 def place_of_group(group: Any) -> tuple[int, list[int]]:
-    """The number of a group among all groups like it, and the first rank of each group, in the order of their numbers.
+    """The number of a group among all groups like it, and the first rank of each group.
 
     A group is one dimension of a mesh, or its last dimensions: n ranks at a distance of s. So the world is a mesh
-    (a, n, s), and a group is numbered by its place in (a, s).
-
-    Raises:
-        ValueError: no process group and no DeviceMesh, or ranks that don't form a dimension of a mesh of the whole
-            world.
+    (a, n, s), and a group is numbered by its place in (a, s). ValueError for other groups.
     """
     if hasattr(group, "get_group"):
         ranks = sorted(group.mesh.flatten().tolist())
     elif has_group() and isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
     else:
+        raise ValueError(f"group must be a process group or a DeviceMesh, such as mesh['sp']; got {group!r:.100}.")
+    world, first = dist.get_world_size(), ranks[0]
+    distance = ranks[1] - first if len(ranks) > 1 else 1
+    block = len(ranks) * distance
+    leaders = [rank for rank in range(world) if rank % block < distance]
+    if world % block or first not in leaders or ranks != list(range(first, first + block, distance)):
         raise ValueError(
-            f"group must be a process group or a DeviceMesh, such as mesh['sp']; got {group!r:.100}. The group of all "
-            "ranks is torch.distributed.group.WORLD, once there is a process group."
+            f"the ranks {ranks} don't form a dimension of a mesh of {world} ranks. Take the group from "
+            "torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), mesh_dim_names=('dp', 'sp'))['sp']."
         )
-    world, size = dist.get_world_size(), len(ranks)
-    distance = ranks[1] - ranks[0] if size > 1 else 1
-    block = size * distance
-    start = ranks[0] // block * block + ranks[0] % distance
-    if world % block or ranks != list(range(start, start + block, distance)):
-        raise ValueError(
-            f"the ranks {ranks} don't form a dimension of a mesh of {world} ranks, so the batches of the other ranks "
-            "aren't known. Take the group from torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), "
-            "mesh_dim_names=('dp', 'sp'))['sp']."
-        )
-    leaders = [first + place for first in range(0, world, block) for place in range(distance)]
-    return leaders.index(start), leaders
+    return leaders.index(first), leaders
 
 
 def can_compare(num_replicas: int) -> bool:
-    """Return whether every process of the group makes a sampler for this number of ranks, so that they can compare it.
+    """Return whether every process of the group makes a sampler for this number of ranks, and can compare it.
 
     Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.
     """
@@ -120,23 +102,16 @@ def can_compare(num_replicas: int) -> bool:
 
 
 def compare(what: str, mine: Mapping[str, Any], differ: str, remedy: str, told: Any = None) -> Any:
-    """Compare the values of all ranks. Every rank of the default group must call this.
+    """Compare the values of all ranks, and return what rank 0 tells. Every rank of the default group must call this.
 
-    Rank 0 reads the values of all ranks and writes its verdict. They go through the store of the process group, not
-    through a collective. So this works on every backend, needs no device, and can name the ranks that don't come.
+    The values go through the store of the process group, not through a collective. So this works on every backend,
+    needs no device, and can name the ranks that don't come: a TimeoutError after the timeout of the process group.
 
     Args:
         what: what the ranks do here, for messages, such as "made this sampler".
-        mine: what every rank must have, as plain numbers and strings.
-        differ, remedy: what the error says before and after the values that differ.
+        mine: what every rank must have, as plain numbers and strings; ValueError on every rank if they differ.
+        differ, remedy: what that error says before and after the values that differ.
         told: what rank 0 tells the others.
-
-    Returns:
-        What rank 0 tells.
-
-    Raises:
-        ValueError: on every rank, if values differ.
-        TimeoutError: ranks that don't come within the timeout of the process group.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     name = f"tritonpack/{next(_comparisons)}"
@@ -156,16 +131,15 @@ def compare(what: str, mine: Mapping[str, Any], differ: str, remedy: str, told: 
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> str:
-    """The values that differ between ranks, and the ranks that have them; an empty string if none does."""
+    """The values that differ, and the ranks that have them, such as "seed is 0 on rank 0 and 1 on ranks 1, 2"."""
     differences = []
     for name in values[0]:
         ranks_of: dict[str, list[int]] = {}
         for rank, own in enumerate(values):
             ranks_of.setdefault(repr(own[name]), []).append(rank)
         if len(ranks_of) > 1:
-            differences.append(
-                f"{name} is " + " and ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in ranks_of.items())
-            )
+            shown = " and ".join(f"{text} on {_names(ranks)}" for text, ranks in ranks_of.items())
+            differences.append(f"{name} is {shown}")
     return "; ".join(differences)
 
 
@@ -178,17 +152,16 @@ def _wait(store: Any, keys: list[str], keys_of_ranks: list[str], what: str) -> N
         except RuntimeError:  # what all stores raise after the time
             absent = [rank for rank, key in enumerate(keys_of_ranks) if not store.check([key])] or [0]
             waiting = (
-                f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not {what}, and rank {dist.get_rank()} "
+                f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} not {what}, and rank {dist.get_rank()} "
                 f"waits, because all {len(keys_of_ranks)} ranks compare their settings. Every rank must do so, in the "
-                "same order and with the same num_replicas. To look at a plan on one rank alone call "
-                "tritonpack.packing.plan_epoch."
+                "same order. To look at a plan on one rank alone call tritonpack.packing.plan_epoch."
             )
             if is_last:
                 raise TimeoutError(f"{waiting} The process group's timeout of {store.timeout} has passed.") from None
             say_once("waiting-for-ranks", waiting)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def _names(ranks: Sequence[int]) -> str:
     """Ranks for a message: "rank 3", "ranks 0, 1, 2", or the first few of many."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

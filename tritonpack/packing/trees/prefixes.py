@@ -11,28 +11,20 @@ from numpy.typing import NDArray
 
 
 class PrefixTree(NamedTuple):
-    """The tree (or trees) of sequences that lie end to end, in depth-first order.
+    """The tree (or trees) of sequences that lie end to end, in depth-first order."""
 
-    Attributes:
-        sources: (N,) int64, one place of each token of the tree among the tokens of all sequences.
-        places: (T,) int64, the place in the tree of each token of all sequences. `places[sources]` is 0, 1, ..., N - 1.
-        ends: (N,) int64, one past the last token of each token's subtree, as `BlockDiagonalMask.from_tree_ends` takes
-            them.
-    """
-
-    sources: NDArray[np.int64]
-    places: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    sources: NDArray[np.int64]  # (N,): one place of each token of the tree among the tokens of all sequences
+    places: NDArray[np.int64]  # (T,): the place in the tree of each token; `places[sources]` is 0, 1, ..., N - 1
+    ends: NDArray[np.int64]  # (N,): one past the last token of each token's subtree
 
 
 def sort_sequences(
     tokens: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sort sequences that lie end to end by their tokens; the arguments are those of `prefix_tree`.
+    """Sort sequences by their tokens, each before those that it begins; see `prefix_tree`.
 
     Returns:
-        (sequences,) int64 each: the sequence at each place of the sorted order, where a sequence comes before those
-        that it is the begin of; and how many first tokens each has in common with the one before it in that order.
+        (sequences,) int64 each: the sequence at each place, and how many first tokens it shares with the one before.
     """
     assert tokens.dtype == lengths.dtype == np.int64, f"{tokens.dtype} and {lengths.dtype}"
     assert lengths.min(initial=0) >= 0, f"{lengths}"

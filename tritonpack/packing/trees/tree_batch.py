@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import check_flag, describe
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.tree import ROOT
-from tritonpack.packing.collator import warn_if_unpatched
-from tritonpack.packing.columns import (
+from tritonpack.masks.block_diagonal import BlockDiagonalMask, mask_from_intervals
+from tritonpack.masks.intervals import WHOLE_DOCUMENT
+from tritonpack.masks.tree import ROOT, forest_intervals
+from tritonpack.packing.collator import (
     IGNORED_LABEL,
     LABELS,
     LEARNED,
     LEFT_OUT,
     MASK,
-    TOKENS,
     Columns,
     Named,
     join,
@@ -30,7 +29,9 @@ from tritonpack.packing.columns import (
     read_feature,
     read_features,
     read_sequences,
+    warn_if_unpatched,
 )
+from tritonpack.packing.lengths import TOKENS
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
 
@@ -51,16 +52,14 @@ class TreeBatch:
     >>> [tokens.tolist() for tokens in batch.gather(batch.input_ids)]
     [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]]
 
-    Every token of a sequence after the first is a *target*, unless its label is -100. The logits that predict a target
-    are those of the token before it, so a token before a branch predicts several targets. Here the token at place 0
-    predicts a target of each sequence:
+    Every token of a sequence after the first is a *target*, unless its label is -100. The token before it predicts it,
+    so a token before a branch predicts several targets. Here the token at place 0 predicts one of each sequence:
 
     >>> batch.logits_to_keep.tolist(), batch.targets.tolist()
     ([0, 1, 2, 0, 1, 0, 1], [6, 7, 8, 6, 9, 6, 7])
 
-    Values that differ between sequences (weights, advantages, old log-probabilities) have no place in the row, because
-    a shared token would need one for each of its sequences. Keep them by sequence. `gather` and `logprobs` bring what
-    the model returns to the sequences, and your loss combines both. Gradients of shared tokens add up.
+    Keep values that differ between sequences (weights, advantages, old log-probabilities) by sequence. `gather` and
+    `logprobs` bring what the model returns to the sequences. Gradients of shared tokens add up.
 
     Attributes:
         input_ids: (1, N) int64. A sequence that begins another lies before it; apart from that the order is by tokens.
@@ -68,10 +67,9 @@ class TreeBatch:
         ends: (N,) int64, one past the last token of each token's subtree; in host memory, also after `to`.
         parents: (N,) int64, the place of the token before each token, -1 for the first of a tree.
         places: (T,) int64, where the tokens of all sequences lie in the row, one sequence after the other.
-        lengths: the number of tokens of each sequence.
         logits_to_keep: (M,) int64, the place in the row that predicts each target, one sequence after the other.
         targets: (M,) int64, the label of each target.
-        target_counts: the number of targets of each sequence.
+        lengths, target_counts: the number of tokens, and of targets, of each sequence.
     """
 
     input_ids: Tensor
@@ -92,27 +90,25 @@ class TreeBatch:
     @cached_property
     def mask(self) -> BlockDiagonalMask:
         """The mask for `varlen_attention`, on the device of the batch. For layers with windows or chunks make another
-        one: `BlockDiagonalMask.from_tree_ends(batch.ends, window=...)`."""
-        return BlockDiagonalMask.from_tree_ends(self.ends).to(self.input_ids.device)
+        one: `BlockDiagonalMask.from_tree(batch.parents, window=...)`."""
+        mask = mask_from_intervals(partial(forest_intervals, self.ends, "ends"), WHOLE_DOCUMENT)
+        return mask.to(self.input_ids.device)
 
     def inputs(self) -> dict[str, Tensor]:
-        """The arguments for a patched causal model of transformers, on the device of the batch.
+        """The arguments for a patched causal model of transformers, on the device of the batch: `input_ids`,
+        `position_ids` and `tree_ends` (1, N), `logits_to_keep` (M,), and the targets as `labels` and `shift_labels`
+        (1, M).
 
-        `model(**batch.inputs()).loss` is the mean over the targets of all sequences, as in a batch with a row for each
-        sequence. The model computes logits only where a target is predicted, (1, M, vocabulary). A model that isn't
-        patched ignores `tree_ends` without an error. Give it `attention_mask=batch.mask.to_dense()[None, None]`.
-
-        Returns:
-            `input_ids`, `position_ids` and `tree_ends` (1, N), `logits_to_keep` (M,), `labels` and `shift_labels`
-            (1, M), which both hold the targets. transformers' loss takes `shift_labels`, and needs `labels` to compute
-            a loss at all.
+        `model(**batch.inputs()).loss` is the mean over the targets of all sequences. The model computes logits only
+        where a target is predicted, (1, M, vocabulary). A model that isn't patched ignores `tree_ends` without an
+        error. Give it `attention_mask=batch.mask.to_dense()[None, None]`.
         """
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "tree_ends": self.ends[None].to(self.input_ids.device),
-            "labels": self.targets[None],
-            "shift_labels": self.targets[None],
+            "labels": self.targets[None],  # without which transformers computes no loss
+            "shift_labels": self.targets[None],  # which the loss takes
             "logits_to_keep": self.logits_to_keep,
         }
 
@@ -122,15 +118,12 @@ class TreeBatch:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def gather(self, values: Tensor, **removed: Any) -> list[Tensor]:
-        """Bring values of the row's tokens to the sequences, in their given order.
+        """The values of each sequence, (length, ...) each, in the given order of the sequences.
 
         `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)` makes one padded tensor of the result.
 
         Args:
             values: (1, N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
-
-        Returns:
-            The values of each sequence, (length, ...) each.
 
         Raises:
             ValueError: values of another shape or on another device.
@@ -140,38 +133,35 @@ class TreeBatch:
         return list(values[0].index_select(0, self.places).split(self.lengths))
 
     def logprobs(self, logits: Tensor, *, kept: bool = False, **removed: Any) -> list[Tensor]:
-        """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
+        """The log-probabilities of the targets of each sequence, (target_counts[s],), at least in float32.
 
         Args:
             logits: (1, N, vocabulary), floating point, of all tokens of the row; divide them by a temperature first.
             kept: the model got `logits_to_keep=batch.logits_to_keep`, and the logits are (1, M, vocabulary).
-
-        Returns:
-            (target_counts[s],) for each sequence s, in the order of its targets.
 
         Raises:
             ValueError: logits of another shape or on another device.
         """
         refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
-        self._check(logits, "logits", len(self.targets) if kept else self.num_tokens, "vocabulary", 3)
+        self._check(logits, "logits", len(self.targets) if kept else self.num_tokens, "vocabulary")
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
         where = torch.arange(len(scores), device=scores.device) if kept else self.logits_to_keep
         return list((scores[where, self.targets] - normalizers[where]).split(self.target_counts))
 
-    def _check(self, values: Any, name: str, places: int, rest: str = "...", most: int | None = None) -> None:
+    def _check(self, values: Any, name: str, places: int, rest: str = "...") -> None:
         """ValueError unless values are a tensor of shape (1, places, rest) on the batch's device."""
         shape = tuple(values.shape) if isinstance(values, Tensor) else ()
-        if shape[:2] != (1, places) or most not in (None, len(shape)):
+        if shape[:2] != (1, places) or (rest != "..." and len(shape) != 3):
             raise ValueError(
                 f"{name} must be of shape (1, {places}, {rest}): the row has N = {self.num_tokens} tokens, and with "
                 f"kept=True logits of M = {len(self.targets)} targets. Got {describe(values)}."
             )
         if values.device != self.places.device:
             raise ValueError(
-                f"{name} lie on {values.device} and the batch on {self.places.device}; move the batch first: "
-                f"batch = batch.to({str(values.device)!r})."
+                f"{name} lie on {values.device} and the batch on {self.places.device}; call "
+                f"batch.to({str(values.device)!r})."
             )
 
 
@@ -183,10 +173,8 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
 
     Args:
         sequences: at least one row of token ids, each with at least one token: lists, arrays or tensors in host memory.
-            Leave padding out.
-        labels: a row of labels for each sequence, as many as it has tokens: the id to predict in the place of a token,
-            mostly the token itself, or -100 where a token isn't a target, in prompts for example. As in a padded batch,
-            they aren't shifted. None makes a target of every token after the first of its sequence.
+        labels: a row of labels for each sequence, not shifted: the id to predict in the place of a token, mostly the
+            token itself, or -100 where a token isn't a target. None: every token after the first is a target.
 
     Raises:
         ValueError: no sequences, a sequence that is empty, isn't a row of integers, or has a negative token; other
@@ -202,10 +190,7 @@ def _lay(documents: Sequence[Named]) -> TreeBatch:
     starts = np.cumsum(lengths) - lengths
     if (wrong := (labels < 0) & (labels != IGNORED_LABEL)).any():
         name, _ = documents[np.searchsorted(starts, wrong.argmax(), side="right") - 1]
-        raise ValueError(
-            f"{name} has the label {labels[wrong][0]}; labels are token ids, or {IGNORED_LABEL} where a token isn't a "
-            "target."
-        )
+        raise ValueError(f"{name} has the label {labels[wrong][0]}; labels are token ids, or {IGNORED_LABEL}.")
     tree = prefix_tree(tokens, lengths)
     depth = np.arange(len(tokens)) - np.repeat(starts, lengths)
     position_ids = depth[tree.sources]
@@ -228,9 +213,8 @@ def _read(document: Any) -> list[Columns]:
     """The columns of a document for a tree; ValueError for other columns."""
     if isinstance(document, Mapping) and (others := document.keys() - {*_TAKEN}):
         raise ValueError(
-            f"has {quote(others)}, which TreeCollator doesn't take; it takes {quote(_TAKEN)}. Remove columns that the "
-            "model doesn't need (dataset.remove_columns). If the loss needs a value of a sequence or of its tokens (an "
-            "advantage, an old log-probability), use pack_tree, with its gather and logprobs."
+            f"has {quote(others)}, which TreeCollator doesn't take; it takes {quote(_TAKEN)}. Remove such columns "
+            "(dataset.remove_columns). For losses of other values, such as advantages, use pack_tree with its gather."
         )
     return read_feature(document)
 
@@ -249,22 +233,18 @@ class TreeCollator:
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
     ([1, 1, 3], [[7, 8, 9]])
 
-    A document has `input_ids`. It may have `labels`; `completion_mask` and `assistant_masks`, whose zeros mark tokens
-    that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1 everywhere; and
-    `length`. All other columns are refused by name.
+    A document has `input_ids`, and may have `labels`, `completion_mask`, `assistant_masks`, `attention_mask` and
+    `length`, as for PackingCollator. All other columns are refused by name.
     """
 
     def __init__(self, capacity: None = None) -> None:
         refuse_removed([] if capacity is None else ["capacity="], "TreeCollator")
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
-        """Collate one batch.
+        """Collate one batch: the tensors of `TreeBatch.inputs`, in host memory.
 
         Args:
             features: one mapping per document, or lists of such mappings, groups for example.
-
-        Returns:
-            The tensors of `TreeBatch.inputs`, in host memory.
 
         Raises:
             ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
@@ -273,7 +253,7 @@ class TreeCollator:
         documents = read_features(features, "TreeCollator", _read)
         batch = _lay(documents)
         warn_if_unpatched(
-            documents,
+            len(documents),
             "unpatched-tree",
             f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
             "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) before "

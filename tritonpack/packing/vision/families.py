@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from tritonpack.packing.vision import sizes
-from tritonpack.packing.vision.sizes import Media
+from torch import Tensor
 
+Media = Mapping[str, Tensor]
 Count = Callable[[Any, Media], int]  # tokens, by a model's configuration and the images, or the videos, of an example
 IMAGES, VIDEOS = "images", "videos"
 MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
@@ -87,6 +87,80 @@ class Family:
         return {name: column for part in self.parts.values() for name, column in part.columns.items()}
 
 
+_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # embeddings of a tower that aren't of patches
+
+
+def _of_grids(config: Any, media: Media) -> int:
+    """Rows of patches, with the grid of each image or video (Qwen-VL)."""
+    (pixels, rows), (grids, grid), *_ = media.items()
+    if int(grid.prod(1).sum()) != len(rows):
+        raise ValueError(
+            f"has {len(rows)} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {int(grid.prod(1).sum())} "
+            "patches. Pass both as the processor returns them."
+        )
+    merge = config.vision_config.spatial_merge_size
+    return int((grid[:, 0] * (grid[:, 1] // merge) * (grid[:, 2] // merge)).sum())
+
+
+def _of_squares(config: Any, media: Media, tokens: Callable[[Any, int], int]) -> int:
+    """Images, or tiles, of the one size that a tower takes; `tokens` counts one's by configuration and patches."""
+    pixels, size = media["pixel_values"], _side(config.vision_config.image_size)
+    if pixels.shape[2:] != (size, size):
+        raise ValueError(f"has images of {tuple(pixels.shape[2:])} pixels; this model takes {size} x {size}.")
+    patches = (size // _side(config.vision_config.patch_size)) ** 2
+    return len(pixels) * tokens(config, patches)
+
+
+def _of_llava(config: Any, media: Media) -> int:
+    """Images of one size with a token for each patch; with Pixtral's tower, images of any size."""
+    vision = config.vision_config
+    if vision.model_type == "pixtral":
+        return _of_merged_images(config, media)
+    if "image_sizes" in media:
+        raise ValueError(f"has image_sizes, which a model with the tower {vision.model_type!r} doesn't take.")
+    left_out = config.vision_feature_select_strategy == "default"  # the first embedding of the tower
+    return _of_squares(config, media, lambda _, patches: patches + _CLASS_TOKENS[vision.model_type] - left_out)
+
+
+def _of_merged_images(config: Any, media: Media) -> int:
+    """Images of any size, padded to one; the tower cuts out what `image_sizes` says (Pixtral, Mistral 3)."""
+    if "image_sizes" not in media:
+        raise ValueError("has pixel_values but no 'image_sizes'; pass all columns that the processor returns.")
+    sizes, (height, width) = media["image_sizes"], media["pixel_values"].shape[2:]
+    if (sizes > sizes.new_tensor([height, width])).any():
+        raise ValueError(f"has image_sizes {sizes.tolist()!r:.100} for pixel_values of {height} x {width} pixels.")
+    return int(
+        (sizes // (_side(config.vision_config.patch_size) * getattr(config, "spatial_merge_size", 1))).prod(1).sum()
+    )
+
+
+def _of_rows(config: Any, media: Media) -> int:
+    """Images resampled to a fixed number of tokens (Idefics 2), or with several patches a token (Idefics 3, SmolVLM).
+
+    Images that are zero everywhere are padding for these models.
+    """
+    pixels, side = media["pixel_values"], _side(config.vision_config.patch_size)
+    images, (height, width) = int((pixels != 0).flatten(1).any(1).sum()), pixels.shape[2:]
+    if (resampled := getattr(config, "perceiver_config", None)) is not None:
+        return images * int(resampled.resampler_n_latents)
+    return images * ((height // side) * (width // side) // config.scale_factor**2)
+
+
+def _of_places(config: Any, media: Media) -> int:
+    """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
+    (_, values), (_, positions), *_ = media.items()
+    counts = media.get("num_frames_per_video")
+    if counts is not None and int(counts.sum()) != len(values):
+        raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(values)} frames.")
+    used = (positions != -1).all(-1).sum(-1)
+    return int((used // config.vision_config.pooling_kernel_size**2).sum())
+
+
+def _side(size: Any) -> int:
+    """The side of a square, of which some configurations have both."""
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
 def _images(columns: Mapping[str, Column], count: Count, **settings: Any) -> Family:
     """A family that takes images alone."""
     return Family({IMAGES: Part(columns, count)}, **settings)
@@ -95,7 +169,7 @@ def _images(columns: Mapping[str, Column], count: Count, **settings: Any) -> Fam
 def _squares(tokens: Callable[[Any, int], int], **settings: Any) -> Family:
     """A family with images of one size, whose tokens are counted by the configuration and the patches of an image."""
     columns = {"pixel_values": Column("images channels height width")}
-    return _images(columns, partial(sizes.of_squares, tokens=tokens), **settings)
+    return _images(columns, partial(_of_squares, tokens=tokens), **settings)
 
 
 _PADDED, _SIZES = Column("images channels height* width*"), Column("images 2:height,width")
@@ -120,14 +194,14 @@ _VIDEO_PLACES = {
 
 def _grids(videos: Mapping[str, Column], token: str = "video_token_id", **settings: Any) -> Family:
     """A family with rows of patches and the grid of each image and video, and positions of three axes."""
-    parts = {IMAGES: Part(_IMAGE_GRIDS, sizes.of_grids), VIDEOS: Part(videos, sizes.of_grids, token)}
+    parts = {IMAGES: Part(_IMAGE_GRIDS, _of_grids), VIDEOS: Part(videos, _of_grids, token)}
     return Family(parts, own_positions=True, types=MODALITIES, **settings)
 
 
 _QWEN2_VL, _GLM4V = _grids(_VIDEO_GRIDS), _grids(_VIDEO_GRIDS, "image_token_id", both_kinds=False)
 _GEMMA4 = {
-    IMAGES: Part(_IMAGE_PLACES, sizes.of_places),
-    VIDEOS: Part(_VIDEO_PLACES, sizes.of_places, "video_token_id"),
+    IMAGES: Part(_IMAGE_PLACES, _of_places),
+    VIDEOS: Part(_VIDEO_PLACES, _of_places, "video_token_id"),
 }
 
 # By the model type of the whole model's configuration.
@@ -136,16 +210,16 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family(_GEMMA4, types=MODALITIES),
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
-    "idefics2": _images(_PADDED_ROWS, sizes.of_rows),
-    "idefics3": _images(_ROWS, sizes.of_rows),
+    "idefics2": _images(_PADDED_ROWS, _of_rows),
+    "idefics3": _images(_ROWS, _of_rows),
     "internvl": _squares(lambda config, patches: round(patches * config.downsample_ratio**2)),
     "llama4": _squares(lambda config, patches: round(patches * config.vision_config.pixel_shuffle_ratio**2)),
     "llava": _images(
         {"pixel_values": _PADDED, "image_sizes": replace(_SIZES, optional=True)},
-        sizes.of_llava,
-        towers=("pixtral", *sizes.CLASS_TOKENS),
+        _of_llava,
+        towers=("pixtral", *_CLASS_TOKENS),
     ),
-    "mistral3": _images({"pixel_values": _PADDED, "image_sizes": _SIZES}, sizes.of_merged_images),
+    "mistral3": _images({"pixel_values": _PADDED, "image_sizes": _SIZES}, _of_merged_images),
     "paligemma": _squares(lambda _, patches: patches, towers=("siglip_vision_model",), types_of_answers=True),
     "qwen2_5_vl": _grids(_TIMED_GRIDS),
     "qwen2_vl": _QWEN2_VL,
@@ -153,5 +227,5 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": _QWEN2_VL,
     "qwen3_vl": _QWEN2_VL,
     "qwen3_vl_moe": _QWEN2_VL,
-    "smolvlm": _images(_ROWS, sizes.of_rows),
+    "smolvlm": _images(_ROWS, _of_rows),
 }

@@ -1,19 +1,20 @@
-"""Common parts of the exchanges: the arguments of one call of `attend`, masks between ranks, calls of the backend."""
+"""Common parts of the exchanges: the arguments of one call of `attend`, masks between ranks, merging of parts.
+
+The kernels compute each part of the keys without sinks. A sink is one more part, a key without a value (docs/math.md,
+sections 5 and 6).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tritonpack import ops
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.exchanges.merge import sink_gradients
 from tritonpack.parallel.layouts import Layout
 
 ALL_HEADS = slice(None)
@@ -24,10 +25,12 @@ class Call:
     """One call of `attend` between ranks among which keys travel.
 
     Attributes:
+        exchange: a name of `dimensions.KeyExchange`.
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
     """
 
+    exchange: str
     ranks: Ranks
     layout: Layout
     mask: BlockDiagonalMask
@@ -40,12 +43,11 @@ class Call:
 
     def visible(self) -> list[bool]:
         """For each rank, whether this rank's queries see any of its keys; waits for the device once per mask."""
-
-        def visible() -> list[bool]:
-            masks = [self.rows_mask(source) for source in range(self.ranks.size)]
-            return [bool((one.key_start < one.key_stop).any()) for one in masks]
-
-        return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
+        masks = map(self.rows_mask, range(self.ranks.size))
+        return self.mask.cached(
+            ("visible", self.layout, self.ranks.rank),
+            lambda: [bool((one.key_start < one.key_stop).any()) for one in masks],
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice = ALL_HEADS
@@ -61,25 +63,6 @@ class Call:
         """dq, dk and dv of some query heads and some keys. `out` and `lse` are the results over all keys."""
         arguments = ops.plan(q, k, v, mask, of_heads(self.options, heads), self.backend, backward=True)
         return ops.attention_backward(dout, None, q, k, v, out, lse, *arguments)[:3]
-
-
-class Exchanged(torch.autograd.Function):
-    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows, by `ring` or a `ByHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> Tensor:
-        out, lse = exchange.forward(call, *tensors)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.arguments = exchange, call
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, call = ctx.arguments
-        *tensors, sinks, out, lse = ctx.saved_tensors
-        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
-        return None, None, *exchange.backward(call, dout, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
@@ -110,3 +93,27 @@ def split(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     heads = joined.shape[1] // (k.shape[2] + v.shape[2])
     ks, vs = joined.split([heads * k.shape[2], heads * v.shape[2]], 1)
     return ks.unflatten(1, (heads, k.shape[2])), vs.unflatten(1, (heads, v.shape[2]))
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """out (T, H, D_v) and lse (H, T), in float32 or float64, merged with a partial result of other keys."""
+    merged = torch.logaddexp(lse, part_lse)
+    return (out * _weight(lse, merged)).add_(part * _weight(part_lse, merged)), merged
+
+
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (T, H, D_v) and lse (H, T), as in `merge`, with sinks (H,); a row that sees no key has no sink either."""
+    merged = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sinks[:, None]))
+    return out * _weight(lse, merged), merged
+
+
+def sink_gradients(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(H,): the part of the gradient that comes from this rank's rows."""
+    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1).T
+    share = torch.exp(sinks[:, None] - lse)
+    return -torch.where(lse == float("-inf"), 0.0, share * delta).sum(1).to(sinks.dtype)
+
+
+def _weight(lse: Tensor, merged: Tensor) -> Tensor:
+    """(T, H, 1): the weight of a partial result in the merged one; 0 where a row has seen no key."""
+    return torch.where(lse == float("-inf"), 0.0, torch.exp(lse - merged)).T[..., None]

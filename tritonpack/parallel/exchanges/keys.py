@@ -1,12 +1,10 @@
 """Parts of the keys that a rank attends to, and how the keys of "all_gather", "group_cast" and "auto" travel.
 
-- all-gather: every rank receives the keys and values of all ranks. A reduce-scatter returns their gradients. Shards are
-  padded to the length of the longest.
+- all-gather: every rank receives the keys and values of all ranks, in shards that are padded to the length of the
+  longest. A reduce-scatter returns their gradients.
 - group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes.
-  Gradients return the same way, and the rank that owns a row adds them in the order of ranks, so that the sum is the
-  same in each run. Source: MagiAttention (SandAI, 2025).
-- auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather; all-gather for
-  masks of trees.
+  Gradients return the same way, and are added in the order of ranks. Source: MagiAttention (SandAI, 2025).
+- auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather.
 
 Gradients travel in float32 for half precision. The rule of "auto" is never worse than an all-gather, into a rank or
 into a node, whichever ranks are a node. For R ranks, nodes of G ranks and a longest shard of N rows:
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks, all_to_all, gather, pad_to, scatter_sum, wide
-from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.call import Call, join, rows_mask, split
 from tritonpack.parallel.layouts import Layout
 
 Keys = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values
@@ -63,21 +61,19 @@ class OwnKeys:
 
 def own_keys(call: Call) -> OwnKeys:
     """All own keys."""
-    return OwnKeys(call.rows_mask(call.ranks.rank), slice(None))
+    return OwnKeys(rows_mask(call.mask, call.layout, call.ranks.rank, call.ranks.rank), slice(None))
 
 
-def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
+def own_halves(call: Call) -> tuple[OwnKeys, ...]:
     """The second half of the own keys, and the first half, which more queries of a causal document see."""
     rows = call.layout.rows[call.ranks.rank]
     middle = rows.shape[0] // 2
-
-    def make() -> tuple[OwnKeys, OwnKeys]:
-        second, first = (
+    return call.mask.cached(
+        ("own halves", call.layout, call.ranks.rank),
+        lambda: tuple(
             OwnKeys(call.mask.restrict(rows, rows[run]), run) for run in (slice(middle, None), slice(middle))
-        )
-        return second, first
-
-    return call.mask.cached(("own halves", call.layout, call.ranks.rank), make)
+        ),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +179,9 @@ def _among(places: Tensor, rows: int, dk: Tensor, dv: Tensor) -> Tensor:
     return gradients.new_zeros(rows, gradients.shape[1]).index_copy_(0, places, gradients)
 
 
-def other_keys(exchange: str, call: Call) -> Part | None:
+def other_keys(call: Call) -> Part | None:
     """The keys of other ranks that travel; None on all ranks if no rank needs any. "auto" waits for the device."""
-    mask, layout, rank = call.mask, call.layout, call.ranks.rank
+    exchange, mask, layout, rank = call.exchange, call.mask, call.layout, call.ranks.rank
 
     def make() -> Part | None:
         casts = exchange == "group_cast"

@@ -1,6 +1,6 @@
 """Exchange by ring: blocks of keys and values travel from rank to rank, and each rank attends to the block it has.
 
-Partial results are merged by their log-sum-exp in float32 (merge.py). Backward computes the gradients of each block
+Partial results are merged by their log-sum-exp in float32. Backward computes the gradients of each block
 from the log-sum-exp over all keys. The gradients of a block travel behind it, in float32, until they reach the rank
 that owns it. This rank computes one half of its own keys while the first block travels, and the other half while the
 last gradients travel. A rank holds two blocks at a time, however many ranks there are.
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from tritonpack.parallel.comm import Arrival, shift, wide
-from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.call import Call, join, merge, merge_sinks, split
 from tritonpack.parallel.exchanges.keys import OwnKeys, own_halves, own_keys
-from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -39,19 +38,18 @@ def backward(
     call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's rows."""
-    size, rank = call.ranks.size, call.ranks.rank
+    size = call.ranks.size
     dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
     coming: Arrival | None = None
 
     def add_own(part: OwnKeys) -> None:
-        if call.visible()[rank]:
-            gradients = call.backward(dout, q, k[part.rows], v[part.rows], out, lse, part.mask)
-            dq.add_(gradients[0])
-            part.give_back(*gradients[1:], call.ranks)(dk, dv)
+        gradients = call.backward(dout, q, k[part.rows], v[part.rows], out, lse, part.mask)
+        dq.add_(gradients[0])
+        part.give_back(*gradients[1:], call.ranks)(dk, dv)
 
     first, *last = own_halves(call) if size > 1 else [own_keys(call)]
     for source, ks, vs in _blocks(call, k, v):
-        if source == rank:
+        if source == call.ranks.rank:
             add_own(first)
             continue
         if call.visible()[source]:

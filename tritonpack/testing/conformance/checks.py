@@ -7,23 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, inf, nan
 
+from tritonpack.checks import describe
 from tritonpack.testing.cases import Case, Inputs, make_inputs
-from tritonpack.testing.conformance.call import VarlenFunction
-from tritonpack.testing.tolerance import Errors, check_outputs
+from tritonpack.testing.conformance.call import NotOfferedError, VarlenFunction
+from tritonpack.testing.tolerance import check_outputs
 
 REPEATS = 5
-NAN, INF = float("nan"), float("inf")
 ROWS = ("q", "k", "v", "dout")  # inputs with rows of documents
+SLACK = -1  # the rows past the last document, where the number of a document is asked
 
 
 class FailedError(Exception):
     """The function gave a wrong answer; the message has the figures."""
-
-
-class NotOfferedError(Exception):
-    """The function doesn't offer the feature of the case; the message names the missing part."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,13 @@ class Problem:
     function: VarlenFunction
     case: Case
     inputs: Inputs  # the same for every dtype up to rounding
-    scale: float | None = None  # of the scores; None leaves the function's default
 
     @classmethod
-    def of(
-        cls, function: VarlenFunction, case: Case, dtype: torch.dtype, device: torch.device, scale: float | None
-    ) -> Problem:
+    def of(cls, function: VarlenFunction, case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
         inputs = make_inputs(case, dtype, device)
         # Few functions differentiate lse, so its gradient is 0. Some require sinks in q's dtype.
         sinks = None if inputs.sinks is None else inputs.sinks.to(dtype)
-        return cls(function, case, replace(inputs, dlse=torch.zeros_like(inputs.dlse), sinks=sinks), scale)
+        return cls(function, case, replace(inputs, dlse=torch.zeros_like(inputs.dlse), sinks=sinks))
 
     def changed(self, **tensors: Any) -> Problem:
         """The same problem with other tensors among its inputs."""
@@ -50,12 +44,22 @@ class Problem:
 
     def forward(self, *, lse: bool = False, deterministic: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return out, after a check of its shape and dtype, and the log-sum-exp as the function returns it."""
-        out, found = self.function(self.case, self.inputs, scale=self.scale, lse=lse, deterministic=deterministic)
-        q, v = self.inputs.q, self.inputs.v
-        if out.shape != (*q.shape[:2], v.shape[2]) or out.dtype != q.dtype:
-            shape = (*q.shape[:2], v.shape[2])
-            raise FailedError(f"out is {_describe(out)}; it must be {shape} in {_short(q.dtype)}")
+        out, found = self.function(self.case, self.inputs, lse=lse, deterministic=deterministic)
+        shape = (*self.inputs.q.shape[:2], self.inputs.v.shape[2])
+        if out.shape != shape or out.dtype != self.inputs.q.dtype:
+            raise FailedError(f"out is {describe(out)}; it must be {shape} {self.inputs.q.dtype}")
         return out, found
+
+    def forward_with_lse(self) -> tuple[Tensor, Tensor]:
+        """Return out and the log-sum-exp, after a check of its shape and dtype."""
+        out, lse = self.forward(lse=True)
+        if lse is None:
+            raise NotOfferedError("no lse is returned")
+        queries, heads, dtype = *out.shape[:2], torch.promote_types(out.dtype, torch.float32)
+        lse = lse.T if lse.shape == (queries, heads) != (heads, queries) else lse
+        if lse.shape != (heads, queries) or lse.dtype != dtype:
+            raise FailedError(f"lse is {describe(lse)}; it must be (H, T_q) = {(heads, queries)} {dtype}")
+        return out, lse
 
     def compute(self, *, deterministic: bool = False) -> dict[str, Tensor]:
         """Return out, and the gradients among dq, dk, dv and dsinks that exist, if the function is differentiable."""
@@ -64,12 +68,24 @@ class Problem:
         out, _ = self.changed(**leaves).forward(deterministic=deterministic)
         results = {"out": out.detach()}
         if out.requires_grad:
-            try:
-                found = torch.autograd.grad(out, list(leaves.values()), self.inputs.dout, allow_unused=True)
-            except NotImplementedError:
-                return results
+            found = torch.autograd.grad(out, list(leaves.values()), self.inputs.dout, allow_unused=True)
             results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True) if x is not None}
         return results
+
+    def repeated(self, times: int = 2) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the results, and how far each moves when the call is repeated."""
+        first = self.compute(deterministic=True)
+        noise = dict.fromkeys(first, 0.0)
+        for _ in range(times - 1):
+            again = self.compute(deterministic=True)
+            noise = {name: max(noise[name], _distance(first[name], again[name])) for name in first}
+        return first, noise
+
+    def rows(self, name: str, document: int) -> Tensor:
+        """Which rows of an input or a result are a document's, or slack; (T,) bool."""
+        lengths = (self.case.seqlens_k if name in ("k", "v", "dk", "dv") else None) or self.case.seqlens
+        owners = [number for number, n in enumerate(lengths) for _ in range(n)] + [SLACK] * self.case.slack
+        return torch.tensor(owners, device=self.inputs.q.device) == document
 
 
 Judge = Callable[[Problem], str]
@@ -141,84 +157,50 @@ def unchanged(problem: Problem) -> str:
 
 def isolation(problem: Problem) -> str:
     """Check that a change of one document changes no bit of another's results."""
-    lengths = {"q": problem.case.seqlens, "k": problem.case.seqlens_k or problem.case.seqlens}
-    before, noise = _repeated(problem)
-    for document in range(len(lengths["q"])):
-        rows = {side: slice(sum(n[:document]), sum(n[: document + 1])) for side, n in lengths.items()}
-        rows = {name: rows["k" if name in ("k", "v", "dk", "dv") else "q"] for name in (*ROWS, *before)}
-        changed = {name: getattr(problem.inputs, name).clone() for name in ROWS}
-        for name, x in changed.items():
-            x[rows[name]] *= -2.0
-        after = problem.changed(**changed).compute(deterministic=True)
-        for name in before:
-            others = torch.ones(before[name].shape[0], dtype=torch.bool, device=before[name].device)
-            others[rows[name]] = False
-            moved = _distance(before[name][others], after[name][others])
-            if moved > 4 * noise[name]:
-                raise FailedError(f"a change to document {document} moves {name} of another by {moved:.1e}")
+    before, noise = problem.repeated()
+    for document in range(len(problem.case.seqlens)):
+        _change_rows(problem, document, -2.0, f"a change to document {document}", before, noise)
     return _to_the_bit(noise)
 
 
-def slack_zeros(problem: Problem) -> str:
-    """Check that rows past the last document have zeros for results and gradients."""
-    found = _on_used_memory(problem)
-    _check_slack(problem.case, found)
-    return ", ".join(found)
-
-
-def slack_inert(problem: Problem) -> str:
-    """Check that values past the last document, NaN and infinite ones too, change no result."""
-    case = problem.case
-    clean, noise = _repeated(problem)
-    for value in (NAN, INF):
-        tensors = {name: getattr(problem.inputs, name).clone() for name in ROWS}
-        for x in tensors.values():
-            x[-case.slack :] = value
-        found = _on_used_memory(problem.changed(**tensors))
-        for name in clean:
-            moved = _distance(clean[name][: -case.slack], found[name][: -case.slack])
-            if moved > 4 * noise[name]:
-                raise FailedError(f"{value} in slack rows moves {name} of a document by {moved:.1e}")
-        _check_slack(case, found)
+def slack(problem: Problem) -> str:
+    """Check that rows past the last document have zeros for results, and that values there, like NaN, stay there."""
+    before, noise = problem.repeated()
+    for value in (0.0, nan, inf):
+        found = _change_rows(problem, SLACK, value, f"{value} in slack rows", before, noise)
+        for name, x in found.items():
+            largest = float(x[problem.rows(name, SLACK)].abs().nan_to_num(inf, inf).max())
+            if largest:
+                raise FailedError(f"{name} has values up to {largest:.1e} in rows past the last document, not zeros")
     return _to_the_bit(noise)
 
 
 def repeat(problem: Problem) -> str:
     """Check that the same inputs give the same bits. The function is asked to be deterministic, if it can be."""
-    _, noise = _repeated(problem, REPEATS)
-    moved = {name: size for name, size in noise.items() if size}
+    _, noise = problem.repeated(REPEATS)
+    moved = [f"{name} by {size:.1e}" for name, size in noise.items() if size]
     if moved:
-        figures = ", ".join(f"{name} by {size:.1e}" for name, size in moved.items())
-        raise FailedError(f"{REPEATS} runs on the same inputs differ: {figures}")
+        raise FailedError(f"{REPEATS} runs on the same inputs differ: {', '.join(moved)}")
     return f"{REPEATS} runs: {', '.join(noise)}"
 
 
 def lse_values(problem: Problem) -> str:
-    """Check the log-sum-exp, (H, T_q) float32, natural logarithm."""
+    """Check the log-sum-exp, (H, T_q) float32, natural logarithm; report the infinity in rows that see nothing."""
     with torch.no_grad():
-        _, lse = _with_lse(problem)
-    return _exact(problem, {"lse": lse})
-
-
-def lse_of_empty_rows(problem: Problem) -> str:
-    """Check that the log-sum-exp of rows that see nothing is infinite, and report its sign."""
-    with torch.no_grad():
-        _, lse = _with_lse(problem)
+        _, lse = problem.forward_with_lse()
     blind = problem.inputs.mask.key_start == problem.inputs.mask.key_stop
     values = lse[:, blind].unique().tolist()
-    if values not in ([-INF], [INF]):
-        raise FailedError(
-            f"{', '.join(dict.fromkeys(f'{x:.3g}' for x in values[:4]))} in rows that see nothing; it must be -inf"
-        )
-    _exact(problem, {"lse": lse.masked_fill(blind, -INF)})
-    return "-inf" if values == [-INF] else "+inf, as in FlashAttention 2"
+    if values not in ([], [-inf], [inf]):
+        raise FailedError(f"{values[:4]} in rows that see nothing; it must be -inf")
+    figures = _exact(problem, {"lse": lse.masked_fill(blind, -inf)})
+    return f"{figures}; +inf in rows that see nothing, as in FlashAttention 2" if values == [inf] else figures
 
 
 def lse_gradient(problem: Problem) -> str:
     """Check the gradient through the log-sum-exp, if the log-sum-exp requires a gradient."""
     problem = problem.changed(dlse=make_inputs(problem.case).dlse.to(problem.inputs.dlse))
     leaves = {name: getattr(problem.inputs, name).detach().requires_grad_() for name in "qk"}
-    results = _with_lse(problem.changed(**leaves))
+    results = problem.changed(**leaves).forward_with_lse()
     if not results[1].requires_grad:
         raise NotOfferedError("lse requires no gradient")
     gradients = problem.inputs.dout, problem.inputs.dlse.to(results[1].dtype)
@@ -229,12 +211,9 @@ def lse_gradient(problem: Problem) -> str:
 
 
 def dropout(problem: Problem) -> str:
-    """Check the rate at which weights are dropped, the scale of the others, and that backward drops the same weights.
-
-    With the identity as v, out is the matrix of weights. With the identity as dout, dv is its transpose.
-    """
+    """Check the rate at which weights are dropped, the scale of the others, and that backward drops the same ones."""
     v, p = problem.inputs.v, problem.case.dropout_p
-    assert problem.inputs.q.shape == v.shape == (v.shape[2], v.shape[1], v.shape[2])
+    # With the identity as v, out is the matrix of weights. With the identity as dout, dv is its transpose.
     identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)[:, None].expand_as(v).contiguous()
     problem = problem.changed(v=identity, dout=identity)
     found = problem.compute()
@@ -244,7 +223,7 @@ def dropout(problem: Problem) -> str:
     rate = 1 - float(kept[visible].double().mean())
     if abs(rate - p) > 5 * (p * (1 - p) / pairs) ** 0.5:
         raise FailedError(f"{rate:.3f} of {pairs} pairs are dropped; dropout_p={p} asks for {p:.3f}")
-    without = replace(problem, case=replace(problem.case, dropout_p=0.0))
+    without = problem.changed(keywords={})
     with torch.no_grad():
         weights, _ = without.forward()
     scaled = (found["out"].double() * (1 - p)).to(weights.dtype)
@@ -255,32 +234,31 @@ def dropout(problem: Problem) -> str:
 
 
 def _exact(problem: Problem, found: dict[str, Tensor]) -> str:
-    keywords = {name: x for name, x in problem.inputs.keywords.items() if not name.startswith("dropout")}
-    for name, x in found.items():
-        like = {"dq": problem.inputs.q, "dk": problem.inputs.k, "dv": problem.inputs.v}.get(name)
-        if like is not None and (x.shape, x.dtype) != (like.shape, like.dtype):
-            raise FailedError(f"{name} is {_describe(x)}, but {name[1:]} is {_describe(like)}")
     try:
-        errors = check_outputs(replace(problem.inputs, keywords=keywords), found, scale=problem.scale)
+        errors = check_outputs(problem.inputs, found)
     except AssertionError as error:
         raise FailedError(str(error)) from None
-    return _figures(errors)
+    nearest = max(found, key=lambda name: errors.backend[name] / (errors.allowed[name] or 1.0))  # to its limit
+    return f"{nearest}: {errors.backend[nearest]:.1e} of {errors.allowed[nearest]:.1e} allowed"
 
 
-def _figures(errors: Errors) -> str:
-    """Name the output whose error is nearest to its limit."""
-    name = max(errors.backend, key=lambda name: errors.backend[name] / (errors.allowed[name] or 1.0))
-    return f"{name}: {errors.backend[name]:.1e} of {errors.allowed[name]:.1e} allowed"
-
-
-def _repeated(problem: Problem, times: int = 2) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the results, and how far each moves when the call is repeated."""
-    first = problem.compute(deterministic=True)
-    noise = dict.fromkeys(first, 0.0)
-    for _ in range(times - 1):
-        again = problem.compute(deterministic=True)
-        noise = {name: max(noise[name], _distance(first[name], again[name])) for name in first}
-    return first, noise
+def _change_rows(
+    problem: Problem, document: int, value: float, what: str, before: dict[str, Tensor], noise: dict[str, float]
+) -> dict[str, Tensor]:
+    """Overwrite the rows of one document; return the results, after a check that those of all other rows are kept."""
+    changed = {name: getattr(problem.inputs, name).clone() for name in ROWS}
+    for name, x in changed.items():
+        x[problem.rows(name, document)] = value
+    # Memory full of NaN is freed, so that rows that are never written are likely to show it.
+    spoiled = [torch.full_like(x, nan) for x in changed.values() for _ in range(2)]
+    del spoiled
+    after = problem.changed(**changed).compute(deterministic=True)
+    for name in before:
+        kept = ~problem.rows(name, document)
+        moved = _distance(before[name][kept], after[name][kept])
+        if moved > 4 * noise[name]:
+            raise FailedError(f"{what} moves {name} of another document by {moved:.1e}")
+    return after
 
 
 def _to_the_bit(noise: dict[str, float]) -> str:
@@ -288,43 +266,5 @@ def _to_the_bit(noise: dict[str, float]) -> str:
     return f"no further than a repeated call does, {largest:.1e}" if largest else f"to the bit: {', '.join(noise)}"
 
 
-def _on_used_memory(problem: Problem) -> dict[str, Tensor]:
-    """Return the results after memory full of NaN was freed; rows that are never written are likely to show it."""
-    spoiled = [torch.full_like(getattr(problem.inputs, name), NAN) for name in ROWS for _ in range(2)]
-    del spoiled
-    return problem.compute(deterministic=True)
-
-
-def _check_slack(case: Case, found: dict[str, Tensor]) -> None:
-    for name, x in found.items():
-        rows = x[-case.slack :]
-        if not torch.equal(rows, torch.zeros_like(rows)):
-            largest = float(rows.nan_to_num(INF).abs().max())
-            what = f"values up to {largest:.1e}" if largest < INF else "values that aren't finite"
-            raise FailedError(f"{name} has {what} in rows past the last document; they must be zeros")
-
-
 def _distance(a: Tensor, b: Tensor) -> float:
-    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().nan_to_num(INF, INF).max())
-
-
-def _with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return out and the log-sum-exp, after a check of its shape and dtype."""
-    out, lse = problem.forward(lse=True)
-    if lse is None:
-        raise NotOfferedError("no lse is returned")
-    q = problem.inputs.q
-    shape = (q.shape[1], q.shape[0])
-    if lse.shape == shape[::-1] != shape:
-        lse = lse.T
-    if lse.shape != shape or lse.dtype != torch.promote_types(q.dtype, torch.float32):
-        raise FailedError(f"lse is {_describe(lse)}; it must be (H, T_q) = {shape} in float32")
-    return out, lse
-
-
-def _describe(x: Tensor) -> str:
-    return f"{tuple(x.shape)} in {_short(x.dtype)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().nan_to_num(inf, inf).max())

@@ -14,40 +14,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from tritonpack.backends import Backend
 from tritonpack.patches import patch, unpatch
 
 logger = logging.getLogger(__name__)
 
 # Options of an axolotl config that choose the attention; all but the first are older names.
 CHOICES = (
-    "attn_implementation",
-    "flash_attention",
-    "sdp_attention",
-    "eager_attention",
-    "flex_attention",
-    "sage_attention",
+    "attn_implementation", "flash_attention", "sdp_attention", "eager_attention", "flex_attention", "sage_attention",
     "xformers_attention",
-)
+)  # fmt: skip
+
+_Base: Any = import_module("axolotl.integrations.base").BasePlugin if find_spec("axolotl") else object
 
 
-def _base_plugin() -> Any:
-    if find_spec("axolotl") is None:
-        return object
-    from axolotl.integrations.base import BasePlugin
+class TritonpackOptions(BaseModel):
+    """The arguments `attention` and `backend` of `tritonpack.patch`. Unknown options are refused."""
 
-    return BasePlugin
+    model_config = ConfigDict(extra="forbid")
 
-
-_BasePlugin: Any = _base_plugin()
+    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack"
+    backend: Backend = "auto"
 
 
-class TritonpackPlugin(_BasePlugin):
+class TritonpackArgs(BaseModel):
+    """The options that the plugin adds to axolotl's own; None for the defaults of `patch`."""
+
+    tritonpack: TritonpackOptions | None = None
+
+
+class TritonpackPlugin(_Base):
     """Patches models after axolotl has loaded them, adapters included, and unpatches them at the end of training."""
 
     def __init__(self) -> None:
@@ -56,7 +60,7 @@ class TritonpackPlugin(_BasePlugin):
 
     def get_input_args(self) -> str:
         """The name of the pydantic model of the options that a config may have."""
-        return "tritonpack.integrations.axolotl.args.TritonpackArgs"
+        return "tritonpack.integrations.axolotl.TritonpackArgs"
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Choose the attention to load models with if the config chooses none. Called before axolotl checks the config.
@@ -68,12 +72,15 @@ class TritonpackPlugin(_BasePlugin):
             cfg["attn_implementation"] = attention if attention in ("sdpa", "eager") else "sdpa"
 
     def load_datasets(self, cfg: MutableMapping[str, Any], preprocess: bool = False) -> None:
-        """Load nothing, but make axolotl lay its batches out for attention that packs."""
-        _declare_packing(cfg)
+        """Load nothing, but declare that attention keeps packed samples apart, in rows of any length, without a mask.
+
+        axolotl's own table of names does not have tritonpack.
+        """
+        cfg["attn_supports_packing"] = cfg["attn_decontaminates_packing"] = True
 
     def pre_model_load(self, cfg: MutableMapping[str, Any]) -> None:
-        """Do the same again: axolotl has checked the config, and derived from it again how batches are laid out."""
-        _declare_packing(cfg)
+        """Declare it again: axolotl has checked the config, and derived from it again how batches are laid out."""
+        self.load_datasets(cfg)
 
     def post_model_load(self, cfg: MutableMapping[str, Any], model: nn.Module) -> None:
         """Patch the model.
@@ -97,9 +104,3 @@ def _options(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
     given = cfg.get("tritonpack")
     given = given if isinstance(given, Mapping) else {}
     return {"attention": given.get("attention") or "tritonpack", "backend": given.get("backend") or "auto"}
-
-
-def _declare_packing(cfg: MutableMapping[str, Any]) -> None:
-    """Declare that attention keeps packed samples apart, in rows of any length and without a mask. axolotl's own table
-    of names does not have tritonpack."""
-    cfg["attn_supports_packing"] = cfg["attn_decontaminates_packing"] = True

@@ -1,1 +1,0 @@
-"""transformers' Trainer, and TRL's trainers, inside of SequenceParallel."""
