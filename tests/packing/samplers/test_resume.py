@@ -4,7 +4,7 @@ and changes nothing."""
 import json
 import pickle
 import warnings
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -145,6 +145,7 @@ def test_a_step_that_has_begun_and_rows_that_are_long_enough_now():
     ranks = resumed(state, 3, tail="keep")
     assert len(ranks[0]) == 3 + ranks[0].plan.num_steps
     assert sorted(seen + train(ranks)[0]) == list(range(len(LENGTHS)))
+    assert sorted(chain(*chain(*ranks))) == list(range(len(LENGTHS))), "the next pass is whole"
     lengths = LENGTHS.copy()
     lengths[:40] = 300
     short, long = {"capacity": 256, "overlong": "drop"}, {"capacity": 512}
