@@ -103,8 +103,9 @@ def without_empty(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> dict[str, Tenso
 # The name of a defect -> a function of attention and its arguments that has it, and the checks that it fails: patterns
 # of names, and after "but" those among them that it passes.
 DEFECTS: dict[str, tuple[Callable[..., Any], str]] = {
-    "ignores_boundaries": (lambda call, cu_seqlens_q, cu_seqlens_k, **rest: call(
-        cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]], **rest),
+    "ignores_boundaries": (lambda call, cu_seqlens_q, cu_seqlens_k, alibi_slopes=None, **rest: call(
+        cu_seqlens_q=cu_seqlens_q[[0, -1]], cu_seqlens_k=cu_seqlens_k[[0, -1]],
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.view(-1, alibi_slopes.shape[-1])[0], **rest),
         "forward/* backward/* inputs/large-scores inputs/slices empty/* isolation/* lse/* dropout/* "
         "but */one-document */window-self empty/all"),
     "window_off_by_one": (lambda call, window_size, **rest: call(

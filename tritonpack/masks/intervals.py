@@ -146,7 +146,6 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(time[:, :1], dtype=torch.bool), begins], dim=1)
 
 
-@torch.compiler.disable  # a graph would leave out the check
 def documents_of_pairs(mask: Tensor, tokens: torch.Size) -> Tensor:
     """The number of each token's document in its row from 1, and 0 for padding, as (B, T) int32, from a mask of pairs.
 

@@ -31,6 +31,8 @@ DECODER = {**{name: f"decoder_{name}" for name in TOKEN_ARGUMENTS}, "cu_seq_lens
 # The arguments that pass a cache. Since transformers 5.24 "cache" replaces "past_key_values" and "cache_params".
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
+_documents_of_pairs = torch.compiler.disable(documents_of_pairs)  # a graph would leave out its check
+
 # Attribute of a cache whose first tokens have positions that a patch counted in each document.
 COUNTED = "tritonpack_counted"
 
@@ -201,7 +203,7 @@ def make_packed_batch(
     """
     mask, position_ids, ends = arguments.get("attention_mask"), arguments.get("position_ids"), arguments.get(TREE)
     if mask is not None:
-        numbers = documents_of_pairs(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
+        numbers = _documents_of_pairs(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
         mask = numbers.to(device)
     if position_ids is not None:
         position_ids = position_ids.to(device)
