@@ -65,8 +65,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"tokens": 72}, r"its epoch 0 has other batches since: the tokens of a row was 64 and is 72\." + ANEW),
     "seed": ({"data_seed": 5}, r"seed was 0 and is 5\. Restore that, or pass ignore_data_skip=True"),
     "strategy": ({"train_sampling_strategy": "sequential"}, r"shuffle was True and is False\." + ANEW),
-    "documents": ({"train_dataset": DOCUMENTS[::-1]}, r"Pass the same documents in the same order"),
-    "cut": ({"max_document_length": 9}, r"other lengths.*cut at the same length.* Or pass ignore_data_skip=True"),
+    "documents": ({"train_dataset": DOCUMENTS[::-1]}, r"Pass the same, in the same order"),
+    "cut": ({"max_document_length": 9}, r"other lengths.*cut alike.* Or pass ignore_data_skip=True"),
     "accumulation": (
         {"gradient_accumulation_steps": 3}, r"since: gradient_accumulation_steps was 1 and is 3\." + ANEW
     ),
