@@ -25,6 +25,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
       for name in ("lookahead", "steps_together", "order", "budgets", "resources", "cost_model")
       for call in (partial(tritonpack.dataloader, DOCUMENTS, 8), partial(tritonpack.packing.plan_epoch, [8] * 8, 8, 1),
                    partial(tritonpack.MultipackDistributedBatchSampler, 8, [8] * 8))),
+    *((call, re.escape(OPTIONS["objective='documents'"]))
+      for call in (partial(tritonpack.dataloader, DOCUMENTS, 8, labels="documents"),
+                   partial(tritonpack.PackingCollator, objective="documents"))),
     (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), re.escape(OPTIONS["first_fit"])),
     (lambda: tritonpack.pack([1], 1, algorithm="windowed"), re.escape(OPTIONS["windowed"])),
     (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), re.escape(OPTIONS["cost_model"])),

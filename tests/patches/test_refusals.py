@@ -97,7 +97,7 @@ def marks(name: str, starts: tuple[int, ...]) -> Tensor:
 STARTS = ((0, 7, 8, 11), (0, 8), (0,), (0, 3, 8, 16), (0, 1))
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(MARKING, 2), ids="-".join)
+@pytest.mark.parametrize("pair", [*itertools.combinations(MARKING, 2)], ids="-".join)
 def test_contradictions(pair: tuple[str, str]) -> None:
     """The message names both arguments, where they begin documents, and the first token where they differ."""
     with tritonpack.patch(model := tiny_model("llama")):

@@ -193,6 +193,8 @@ def dataloader(
     """
     require_map_style(dataset)
     tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+    if labels == "documents":
+        refuse_removed(["objective='documents'"], "dataloader")
     check_choice(labels, get_args(LabelObjective), "labels")
     check_flag(shard, "shard")
     if unknown := sorted(options.keys() - set(_PASSED_ON)):
