@@ -184,7 +184,7 @@ def loader_for_a_group() -> None:
     assert all(everywhere[group[0]] == everywhere[group[1]] for group in groups)
     assert sorted(number for group in groups for row in everywhere[group[0]] for number in row) == list(range(40))
     for message, call in (
-        ("Leave them out, or the group", partial(dataloader, documents, 16, group=mesh["sp"], num_replicas=1, rank=0)),
+        ("group says both", partial(dataloader, documents, 16, group=mesh["sp"], num_replicas=1, rank=0)),
         (r"must be a process group or a DeviceMesh, such as .*; got 2", partial(dataloader, documents, 16, group=2)),
         ("don't let it prepare this DataLoader", lambda: loader.batch_sampler.batch_size),
         ("the lengths", partial(dataloader, documents[dist.get_rank() == 1 :], 16, group=mesh["sp"])),
