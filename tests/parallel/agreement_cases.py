@@ -235,7 +235,6 @@ ALSO_ON_FOUR = [
     *(f"all_gather, {batch}" for batch in OTHER_BATCHES),
     *("ring, two_rows", "ring, three_tokens", "ulysses, padded", "ulysses, three_tokens"),
     *("ring, mistral", "all_gather, gemma2", "ulysses, gpt_oss"),
-    *("accumulated gradients", "checkpointed", "targets on one rank"),
-    *("loss by total"),
+    *("accumulated gradients", "checkpointed", "targets on one rank", "loss by total"),
     *("outputs of two rows", "documents stay apart, ring"),
 ]

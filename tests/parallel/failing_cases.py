@@ -5,6 +5,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,6 +44,11 @@ def in_backward(model):
     loss.backward()
 
 
+def before_backward(model):
+    model(**packed())
+    raise UserError("as after an interrupt")
+
+
 def others_raise(fault, **options):
     """The last rank has a fault in its second batch, and the others raise at the time limit. A new group then works."""
     on_ranks(make_model(), loss_of, packed())  # what is imported at the first batch doesn't count
@@ -55,6 +61,20 @@ def others_raise(fault, **options):
             model(**packed()).loss.backward()
     dist.barrier()
     same(on_ranks(make_model(), loss_of, packed(), group=make_group()), alone_on("llama", "packed"))
+
+
+def error_on_every_rank(where):
+    """Ranks that fail at the same place are in step: they go on, and the group stays usable."""
+    group, model = make_group(), make_model()
+    with SequenceParallel(model, group):
+        for options in ({}, {"attention_mask": torch.zeros(1, 3, dtype=torch.long)}):
+            handle = where(model).register_forward_hook(raise_here)
+            with pytest.raises(ValueError if options else UserError, match="attention_mask" if options else "my hook"):
+                model(**packed() | options)
+            handle.remove()
+        model(**packed()).loss.backward()
+    model.zero_grad()
+    same(on_ranks(model, loss_of, packed(), group=group), alone_on("llama", "packed"))
 
 
 def along_dimensions():
@@ -85,6 +105,9 @@ CASES = {
     "error in forward, batches unchecked": partial(others_raise, in_forward, check_batches=False),
     "error in backward": partial(others_raise, in_backward),
     "error in backward, ulysses": partial(others_raise, in_backward, exchange="ulysses"),
+    "error before backward": partial(others_raise, before_backward),
+    "error on every rank in a layer": partial(error_on_every_rank, lambda model: model.model.layers[1]),
+    "error on every rank after all exchanges": partial(error_on_every_rank, lambda model: model),
     "along dimensions": along_dimensions,
     "only: a process ends": process_ends,
 }

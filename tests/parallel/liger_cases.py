@@ -5,9 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import tritonpack
+from tests.parallel import models
 from tests.parallel.agreement_cases import agrees
+from tests.parallel.composition_cases import over_world
 from tests.parallel.models import SINGLE, close, make_batch, make_float32_model, one_target, plain, two_rows
 from tritonpack import SequenceParallel, patch
 
@@ -33,6 +36,17 @@ def fused(*batches, prepare=apply, **options):
         model.fused = True
 
     agrees("", *batches, compute=compute, make=make_float32_model, prepare=prepared, tolerance=SINGLE, **options)
+
+
+def wrapped_by(wrap):
+    """Under a wrapper, which averages gradients itself."""
+    wanted, model = models.alone(make_float32_model(), models.loss_of, make_batch(0)), make_float32_model()
+    apply(model)
+    wrapped = wrap(model)
+    with SequenceParallel(wrapped):
+        loss = models.loss_of(wrapped, **make_batch(0))
+        loss.backward()
+    models.same(models.Result(loss.detach()[None], models.gradients_of(model)), wanted, SINGLE)
 
 
 def applied_inside():
@@ -70,6 +84,8 @@ CASES = {
     "a rank without targets": partial(fused, one_target()),
     "num_items_in_batch": partial(fused, *COUNTED),
     "patch first": partial(fused, make_batch(0), prepare=lambda model: patch(model) and apply(model)),
+    "DDP": partial(wrapped_by, DistributedDataParallel),
+    "FSDP": partial(wrapped_by, over_world),
     "applied inside": applied_inside,
     "applied by Trainer": applied_by_trainer,
 }

@@ -12,7 +12,8 @@ from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
-from tritonpack.parallel.exchanges.keys import CastKeys
+from tritonpack.parallel.comm import pad_to
+from tritonpack.parallel.exchanges.keys import CastKeys, GatheredKeys
 from tritonpack.parallel.layouts import LayoutName, host_bounds
 
 NAMES = get_args(LayoutName)
@@ -118,10 +119,23 @@ MASKS = {
 }
 
 
+def distances(mask):
+    """From each key to each query, which ALiBi multiplies."""
+    return mask.diagonal[:, None] - (torch.arange(mask.num_keys) if mask.key_places is None else mask.key_places)
+
+
+def require_part(part, mask, rows, arrived, expected):
+    """Rows that arrive are the expected keys, in the order of the batch, and the part's mask is that of these keys."""
+    keys = arrived[part.places]
+    assert keys.tolist() == expected.nonzero()[:, 0].tolist()
+    assert torch.equal(part.mask.to_dense(), mask.to_dense()[rows][:, keys])
+    assert torch.equal(distances(part.mask), distances(mask)[rows][:, keys])
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_remote_keys_are_those_that_rows_see(name, mask):
-    """Compared with the dense mask, pair by pair."""
+    """Compared with the dense mask, pair by pair, and so are the rows that travel in parts, and the masks of parts."""
     dense = mask.to_dense()
     start, stop = host_bounds(mask)
     assert (stop - start).tolist() == dense.sum(1).tolist()
@@ -130,6 +144,19 @@ def test_remote_keys_are_those_that_rows_see(name, mask):
     for rank, rows in enumerate(layout.rows):
         needed[rank][rows] = False
     assert layout.remote_keys(mask) == [int(one.sum()) for one in needed]
+    for rank, rows in enumerate(layout.rows):
+        cast, every = (kind.of(mask, layout, rank) for kind in (CastKeys, GatheredKeys))
+        assert (cast is None) == (not any(layout.remote_keys(mask)))
+        assert (every is None) == (not mask.num_keys)
+        if cast is not None:
+            sent = [needed[other][rows].nonzero()[:, 0] for other in range(3)]
+            received = [other[needed[rank][other]] for other in layout.rows]
+            assert cast.sent.tolist() == torch.cat(sent).tolist()
+            assert (cast.sent_counts, cast.received_counts) == (list(map(len, sent)), list(map(len, received)))
+            require_part(cast, mask, rows, torch.cat(received), needed[rank])
+        if every is not None:
+            shards = torch.stack([pad_to(other, 0, every.length) for other in layout.rows])
+            require_part(every, mask, rows, shards.flatten(), torch.ones(mask.num_keys).index_fill(0, rows, 0))
 
 
 FIFTY = of([50])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from transformers import Trainer, TrainingArguments
 
 import tritonpack
 from tests.ecosystem import training
-from tests.parallel.composition_cases import make_mesh
+from tests.parallel.composition_cases import make_mesh, optimizer_of
+from tests.parallel.models import Result, alone, gradients_of, loss_of, make_batch, make_model, same
 from tests.patches.models import tiny_model
 from tritonpack import MultipackDistributedBatchSampler, SequenceParallel, dataloader, patch
 
@@ -171,6 +173,53 @@ def set_late(name: str, folder: str, model: Any, make: Callable[..., Any] = plai
     return trainer
 
 
+def resumed() -> None:
+    """A run that is resumed from a checkpoint ends with the weights of one without a break."""
+    folder, ends = [tempfile.mkdtemp()], []
+    dist.broadcast_object_list(folder, 0)
+    with launched():
+        for checkpoint in (None, f"{folder[0]}/checkpoint-2"):
+            trainer = plain(folder[0], None, save_strategy="steps", save_steps=2, max_steps=4)
+            with SequenceParallel(trainer.model):
+                trainer.train(resume_from_checkpoint=checkpoint)
+            ends.append(list(trainer.model.parameters()))
+            dist.barrier()
+    assert all(map(torch.equal, *ends))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def predictions() -> None:
+    """The logits of `predict` are those of the whole data set, once and in its order, without `gather_outputs`."""
+    found = []
+    for group in (None, make_mesh("dp", "sp")["sp"]):
+        with launched(alone=group is None), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            trainer = plain(folder, None, per_device_eval_batch_size=2 if group else 5)
+            if group is not None:
+                stack.enter_context(SequenceParallel(trainer.model, group))
+            found.append(trainer.predict(training.features()[:5]))
+    expected, got = found
+    known = expected.label_ids >= 0
+    assert np.array_equal(got.label_ids, expected.label_ids)
+    assert got.predictions.shape == expected.predictions.shape
+    assert np.abs(got.predictions[known] - expected.predictions[known]).max() < 1e-5
+
+
+def own_loop() -> None:
+    """A model, an optimizer and a loss through accelerate: the loss and gradients of one process."""
+    from accelerate import Accelerator
+
+    model, wanted = make_model(), alone(make_model(), loss_of, make_batch(0))
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        wrapped, optimizer = accelerator.prepare(model, optimizer_of(model))
+        with SequenceParallel(wrapped):
+            loss = loss_of(wrapped, **make_batch(0))
+            accelerator.backward(loss)
+            same(Result(loss.detach()[None], gradients_of(model)), wanted)
+            optimizer.step()
+
+
 def loader_for_a_group() -> None:
     """`dataloader(group=)` gives the ranks of a group one row, and the groups different ones."""
     mesh = make_mesh("dp", "sp")
@@ -211,6 +260,9 @@ CASES: dict[str, Callable[[], None]] = {
     "eval_use_gather_object": partial(refused, plain, "leave it at False", eval_use_gather_object=True),
     "compute_loss_func": partial(refused, partial(set_late, "compute_loss_func"), r"has a compute_loss_func.*gather"),
     "loader for a group": loader_for_a_group,
+    "resumed": resumed,
+    "predictions": predictions,
+    "own loop with accelerate": own_loop,
     "TRL, SFT, built inside": partial(agree, partial(of_trl, "SFT"), "context first"),
     "TRL, SFT, padding-free": partial(agree, partial(of_trl, "SFT"), padding_free=True),
     **{
