@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.parallel import models
 from tests.parallel.models import close, is_last, logits_of, make_model, mesh_of, numbers, on_ranks, packed, state_of
 from tests.patches.models import COMMON
 from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
+from tritonpack.parallel import consistency
 
 BART = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64,
@@ -34,6 +36,12 @@ def of(family, kind=AutoModelForCausalLM, **sizes):
     return kind.from_config(AutoConfig.for_model(family, **sizes or COMMON))
 
 
+def patched(**options):
+    model = make_model()
+    patch(model, **options)
+    return model
+
+
 def replaced(**changes):
     return lambda batch: batch | changes
 
@@ -44,6 +52,7 @@ ENTRIES = {
     "no models": (r"expected a model, or several; got \[\]", list),
     "dense attention": ("'gpt_neo' attends by 'dense'",
                         lambda: of("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]], **COMMON)),
+    "attention of transformers": ("attends by 'sdpa'", partial(patched, attention="sdpa")),
     "sequence classifier": ("LlamaForSequenceClassification gives one result for each row",
                             lambda: of("llama", AutoModelForSequenceClassification)),
     "encoder-decoder": ("BartForConditionalGeneration holds an encoder and a decoder",
@@ -152,6 +161,19 @@ def settings_differ():
     assert "forward" not in model.__dict__
 
 
+def one_bit_differs():
+    """Of one number of a tensor that is hashed in several parts."""
+    model, batch = make_model(), models.embeddings()
+    with mock.patch.object(consistency, "CHUNK", 64), SequenceParallel(model):
+        for place in (0, 17, batch["inputs_embeds"].numel() - 1):
+            other = batch["inputs_embeds"].clone()
+            other.view(-1).view(torch.int64)[place] ^= is_last()
+            with pytest.raises(ValueError, match="different batches or settings: inputs_embeds differs"):
+                model(**batch | {"inputs_embeds": other})
+        other = batch["inputs_embeds"].repeat(1, 1, 2)[..., 1:33]  # not contiguous
+        assert model(**batch | {"inputs_embeds": other}).loss.isfinite()
+
+
 def parameters_began_differently():
     """One matrix differs: before the first forward all are compared, later ones in turn."""
     model = make_model()
@@ -245,6 +267,7 @@ CASES = {
     "no gradients on one rank": partial(differs, "whether gradients are computed differs", training=False),
     "the model and autocast": the_model_and_autocast,
     "settings differ": settings_differ,
+    "one bit differs": one_bit_differs,
     "parameters began differently": parameters_began_differently,
     "changed inside": changed_inside,
     "misused context": misused_context,

@@ -158,6 +158,25 @@ def agree(
     assert methods == {name: vars(Trainer)[name] for name in methods}
 
 
+def each_token_once(order: str) -> None:
+    """TRL's head scores as many rows on all ranks together as there are tokens."""
+    from trl.trainer import utils
+
+    own, rows = utils._ChunkedLogProbFunction.apply, []
+
+    def count(states: Tensor, *others: Any) -> Any:
+        if torch.is_grad_enabled():
+            rows.append(len(states))
+        return own(states, *others)
+
+    with mock.patch.object(utils, "_ChunkedLogProbFunction") as function, launched():
+        function.apply = count
+        trainer, _ = run(partial(of_trl, "SFT"), dist.group.WORLD, order, include_num_input_tokens_seen="all")
+    total = torch.tensor(sum(rows))
+    dist.all_reduce(total)
+    assert total == trainer.state.num_input_tokens_seen > sum(rows) / 0.6
+
+
 def refused(make: Callable[..., Any], remedy: str, then: dict[str, Any] | None = None, **options: Any) -> None:
     """An error with the remedy, and with the options `then` an exact result."""
     with launched(), pytest.raises((ValueError, RuntimeError), match=remedy):
@@ -264,6 +283,8 @@ CASES: dict[str, Callable[[], None]] = {
     "predictions": predictions,
     "own loop with accelerate": own_loop,
     "TRL, SFT, built inside": partial(agree, partial(of_trl, "SFT"), "context first"),
+    "TRL, each token once": partial(each_token_once, "trainer first"),
+    "TRL, each token once, built inside": partial(each_token_once, "context first"),
     "TRL, SFT, padding-free": partial(agree, partial(of_trl, "SFT"), padding_free=True),
     **{
         f"TRL, {name}": partial(agree, partial(of_trl, name))
