@@ -360,6 +360,13 @@ def test_a_loss_that_mixes_documents_is_refused(name: str, dtype: Any, monkeypat
             assert model(**one).loss.item() == pytest.approx(expected.item(), rel=0.02)
 
 
+def test_a_loss_that_a_known_model_was_given_is_tried() -> None:
+    model = spread_out(LlamaForCausalLM(config()))
+    model.loss_function = lambda logits, labels, **_: mean_of_rows(logits, labels)
+    with tritonpack.patch(model), pytest.raises(ValueError, match=r" has a loss of its own.*Leave labels out"):
+        model(**labelled(documents()))
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_is_accepted_and_leaves_no_trace(name: str, context: Any) -> None:

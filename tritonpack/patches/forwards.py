@@ -82,7 +82,13 @@ def foreign_modules(model: nn.Module) -> list[nn.Module]:
     kinds = {type(module) for module in modules}
     homes = {home for home in {kind.__module__ for kind in kinds} if _makes_own_masks(home)}
     genuine = {kind for kind in kinds if kind.__module__ in homes and _is_genuine(kind)}
-    return [m for m in modules if type(m) not in genuine or not comes_from(m.__dict__.get("forward"))]
+    return [m for m in modules if type(m) not in genuine or not all(map(comes_from, _own_functions(m)))]
+
+
+def _own_functions(module: nn.Module) -> list[Any]:
+    """Return the functions that a call of a module runs beside the ones of its class; None among them is nothing."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [module.__dict__.get("forward"), module.__dict__.get("_loss_function"), *hooks]
 
 
 def is_genuine(module: nn.Module, instance: Any = None) -> bool:
