@@ -141,6 +141,18 @@ def test_a_function_without_optional_parameters() -> None:
     assert not quick_report(bare, only=["*/sinks"]).passed  # without a pass
 
 
+def test_a_leak_is_found_without_a_backward_pass() -> None:
+    def refuse(gradient: Tensor) -> None:
+        raise NotImplementedError("forward alone")
+
+    @backends.altered
+    def leaking(call: Any, q: Tensor, **rest: Any) -> Any:
+        return backends.map_out(call(q=backends.with_gradient(q, refuse), **rest), lambda out: out + 1e-3 * out.mean())
+
+    assert BY_NAME["backward/causal"](leaking).outcome == "not offered"
+    assert BY_NAME["isolation/causal"](leaking).outcome == "fail"
+
+
 def test_checks_of_bits_ask_for_determinism() -> None:
     """Only checks of bits ask for the deterministic mode, because it may be slower. Lengths are given in all."""
 
