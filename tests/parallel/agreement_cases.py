@@ -78,8 +78,8 @@ def hidden_states(model, labels, **batch):
     return states.square().mean()
 
 
-def checkpoints(model):
-    model.train().gradient_checkpointing_enable()
+def checkpoints(model, **options):
+    model.train().gradient_checkpointing_enable(options)
 
 
 def peft_model():
@@ -195,6 +195,7 @@ CASES |= {
     "targets on one rank": lambda: agrees("llama", models.one_target()),
     "checkpointed": partial(agrees, prepare=checkpoints),
     "checkpointed, ulysses": partial(agrees, prepare=checkpoints, exchange="ulysses"),
+    "checkpointed, reentrant": partial(agrees, prepare=partial(checkpoints, use_reentrant=True)),
     "loss by total": loss_by_total,
     "base model": partial(agrees, compute=hidden_states, make=lambda: make_model().model, gather_outputs=True,
                           layout="zigzag"),

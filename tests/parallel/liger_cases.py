@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
 
 import tritonpack
 from tests.parallel import models
@@ -36,6 +37,15 @@ def fused(*batches, prepare=apply, **options):
         model.fused = True
 
     agrees("", *batches, compute=compute, make=make_float32_model, prepare=prepared, tolerance=SINGLE, **options)
+
+
+def in_the_class():
+    """Liger replaces the forward of the class, as if applied before models are made."""
+    own = LlamaForCausalLM.forward
+    try:
+        fused(make_batch(0), prepare=lambda _: apply())
+    finally:
+        LlamaForCausalLM.forward = own
 
 
 def wrapped_by(wrap):
@@ -84,6 +94,7 @@ CASES = {
     "a rank without targets": partial(fused, one_target()),
     "num_items_in_batch": partial(fused, *COUNTED),
     "patch first": partial(fused, make_batch(0), prepare=lambda model: patch(model) and apply(model)),
+    "in the class": in_the_class,
     "DDP": partial(wrapped_by, DistributedDataParallel),
     "FSDP": partial(wrapped_by, over_world),
     "applied inside": applied_inside,

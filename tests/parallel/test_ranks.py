@@ -74,7 +74,7 @@ def test_four_ranks_agree_with_one_process(run_on, module, name):
 def test_readme_counts_the_types_that_ranks_can_share(run_on):
     printed = run_on(2, "every_type", "every type")
     exact, refused = map(int, re.search(r"\{'exact': (\d+), 'refused:': (\d+)\}", printed).groups())
-    said = f"Of the {exact + refused} types that are packed exactly, {exact} can be shared by ranks, and {refused} are"
+    said = f"Of the {exact + refused} types packed exactly {exact} can be shared, {refused} are refused."
     readme = Path(__file__).parents[2] / "README.md"
     assert said in " ".join(readme.read_text(encoding="utf-8").split())
 

@@ -302,6 +302,6 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 # Two replicas, of neighbours or of every other rank.
 ALSO_ON_FOUR = (
-    "own loader", "ranks that aren't neighbours", "loader for a group",
+    "own loader", "ranks that aren't neighbours", "loader for a group", "predictions",
     "TRL, SFT, built inside", "TRL, DPO", "TRL, GRPO, given completions",
 )  # fmt: skip
