@@ -139,6 +139,10 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "collate_fn": [
         ({"max_document_length": 5}, "so give max_document_length to the collator itself"),
+        ({"labels": "tokens"}, r"so give labels \(its objective\) to the collator itself"),
+        ({"tokens": 1}, "pass overlong='drop', which leaves them out, or cut them before, as by dataset.map.$"),
+        ({"tokens": 1, "collate_fn": TreeCollator()}, "which leaves them out, or cut them before, as by dataset.map.$"),
+        ({"tokens": 1, "collate_fn": PackingCollator()}, "max_document_length=1 to dataloader or its PackingCollator"),
     ],
     "pack_dataset of a table": [
         ({"text": ["a"]}, {}, "the dataset has no column 'input_ids'; it has 'text'. Tokenize the text first"),
@@ -177,7 +181,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"input_ids": [[1]]}, {}, "documents must be an iterable of rows .*got dict"),
         ([[1]], {"shard": 1}, "shard must be True or False"),
         ([[1]], {"divide": "documents"}, "divide of pack_stream was removed: .*split_dataset_by_node"),
-        (lambda: None, {}, "the function must return an iterable of documents; it returned None"),
+        (lambda: None, {}, "the function must return an iterable of documents, .*; it returned None"),
     ],
     "pack_tree": [
         ([], None, "got 0 sequences and labels for 0; pass at least one sequence"),
