@@ -30,6 +30,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
                    partial(tritonpack.PackingCollator, objective="documents"))),
     (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), re.escape(OPTIONS["first_fit"])),
     (lambda: tritonpack.pack([1], 1, algorithm="windowed"), re.escape(OPTIONS["windowed"])),
+    *((partial(tritonpack.MultipackBatchSampler, [0], 1, 8, [8], **{name: 1}), re.escape(OPTIONS[f"{name}="]))
+      for name in ("seed", "overlong")),
+    (lambda: tritonpack.Units.of_documents([1]), "of_documents of Units was removed: pass the lengths"),
     (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), re.escape(OPTIONS["cost_model"])),
 ]  # fmt: skip
 
@@ -57,8 +60,14 @@ def test_removed_commands_and_their_options(removed: str, capsys: pytest.Capture
 def test_removed_names(name: str) -> None:
     with pytest.raises(ImportError, match=re.escape(NAMES[name])):
         exec(f"from tritonpack import {name}")
+    with pytest.raises(ImportError, match=re.escape(f"tritonpack.packing.{name} was removed: {NAMES[name]}")):
+        exec(f"from tritonpack.packing import {name}")
 
 
 def test_options_are_no_names() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'backward'"):
         tritonpack.backward  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'tritonpack\.packing' has no attribute 'backward'"):
+        tritonpack.packing.backward  # noqa: B018
+    with pytest.raises(TypeError, match="unexpected keyword argument 'capacity'"):
+        tritonpack.MultipackBatchSampler([0], 1, 8, [8], capacity=8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 _TO_DISK = "use tritonpack.pack_dataset(dataset, capacity).save_to_disk(folder), or the command tritonpack pack"
 
@@ -42,6 +43,9 @@ OPTIONS = {
     "length": "documents are rows of tokens, or mappings with input_ids",
     "measure": "dataloader counts input_ids itself; for documents of another form pass lengths=",
     "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",
+    "seed=": "seed the sampler: RandomSampler(..., generator=torch.Generator().manual_seed(seed))",
+    "overlong=": "remove longer documents from the dataset (dataset.filter)",
+    "of_documents": "pass the lengths",
     "per_token=": "it takes the columns of processors alone; remove other columns (dataset.remove_columns)",
     "objective='documents'": "collate labels of whole documents yourself: batch['labels'] = torch.tensor(labels)",
     "carry_threshold": "bins that are filled to less than 95% are packed again with the next window",
@@ -65,6 +69,18 @@ COMMANDS = {
     "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",
     "pack --shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
 }
+
+
+def names_of(module: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module: ImportError for a removed name, AttributeError for one that never existed."""
+
+    def refuse(name: str) -> NoReturn:
+        if name in NAMES:
+            # An AttributeError's message is lost in `from module import name`.
+            raise ImportError(f"{module}.{name} was removed: {NAMES[name]}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return refuse
 
 
 def refuse_removed(names: Iterable[str], caller: str) -> None:

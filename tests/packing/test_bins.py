@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.packing import naive
 from tests.packing.lengths import openchat
 from tritonpack import Units, pack, pack_tree
-from tritonpack.packing import fit_lengths
+from tritonpack.packing import fit_lengths, plan_epoch
 from tritonpack.packing.bins import ALGORITHMS, lower_bound
 from tritonpack.packing.heuristics import MAX_CARRIES, longest_first, pack_window, sort_by_bytes
-from tritonpack.packing.stream import _whole_rounds
+from tritonpack.packing.planning.tail import whole_rounds
 
 
 def bins_of(packing):
@@ -155,9 +155,9 @@ def test_sorts_keys(count):
 
 def test_fullest_bins_of_a_stream_are_halved():
     lengths = {length: (None, length) for length in range(10)}
-    assert _whole_rounds([[1, 2, 3], [4, 5]], lengths, 3) == [[1, 2, 3], [4], [5]], "4 + 5 is the fullest"
-    assert _whole_rounds([[1, 2, 3], [4, 5]], lengths, 4) == [[1, 2], [3], [4], [5]], "1 + 2 and 3 are halves"
-    assert _whole_rounds([[9], [2, 2]], lengths, 3) == [[9], [2], [2]], "the fullest holds one entry"
+    assert whole_rounds([[1, 2, 3], [4, 5]], lengths, 3) == [[1, 2, 3], [4], [5]], "4 + 5 is the fullest"
+    assert whole_rounds([[1, 2, 3], [4, 5]], lengths, 4) == [[1, 2], [3], [4], [5]], "1 + 2 and 3 are halves"
+    assert whole_rounds([[9], [2, 2]], lengths, 3) == [[9], [2], [2]], "the fullest holds one entry"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,6 +194,12 @@ REFUSED = [
     *((pack, ([1], bad), f"capacity must be an integer from 1 to 2147483647; got {bad}") for bad in (0, 8.0, True)),
     (Units, ([2**31], [2**62]), "at most 2147483647 tokens; number 0 has 2147483648"),
     (Units.of_sequences, ([[1], []],), "unit 1: lengths is empty"),
+    (Units.of_sequences, ([],), "lengths is empty"),
+    (Units.of_sequences, (None,), "a list with a list of lengths for each unit; got None"),
+    (Units.of_trees, (None,), "a list with a list of sequences for each unit; got None"),
+    (Units.of_trees, ([],), "lengths is empty"),
+    (plan_epoch, ([2**40, 1, 2], 8, 1), "lengths must be at most 2147483647 tokens; number 0 has 1099511627776. Cut"),
+    (pack, (Units([5], [25]), 8), "Of Units pass units.tokens"),
     (Units, ([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),
     (Units, ([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
     (Units, ([5, 6], [25]), "squares must be 2 integers, the sums .* of each unit; got int64 of shape"),

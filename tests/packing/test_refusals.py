@@ -117,6 +117,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"num_wokers": 4}, "no option 'num_wokers'.*num_workers"),
         ({"overlong": "split"}, "got 'split'.*pass max_document_length, .* pack_dataset"),
         ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: no document fits"),
+        ({"tokens": 1, "collate_fn": PackingCollator()}, "max_document_length=1 to dataloader or its PackingCollator"),
         ({"drop_columns": ("input_ids",)}, "drop_columns can't name 'input_ids'"),
         ({"dataset": []}, "the dataset has no document to pack"),
         ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
@@ -139,6 +140,9 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "collate_fn": [
         ({"max_document_length": 5}, "so give max_document_length to the collator itself"),
+        ({"labels": "tokens"}, r"so give labels \(its objective\) to the collator itself"),
+        ({"tokens": 1}, "pass overlong='drop', which leaves them out, or cut them before, as by dataset.map.$"),
+        ({"tokens": 1, "collate_fn": TreeCollator()}, "which leaves them out, or cut them before, as by dataset.map.$"),
     ],
     "pack_dataset of a table": [
         ({"text": ["a"]}, {}, "the dataset has no column 'input_ids'; it has 'text'. Tokenize the text first"),
@@ -177,7 +181,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"input_ids": [[1]]}, {}, "documents must be an iterable of rows .*got dict"),
         ([[1]], {"shard": 1}, "shard must be True or False"),
         ([[1]], {"divide": "documents"}, "divide of pack_stream was removed: .*split_dataset_by_node"),
-        (lambda: None, {}, "the function must return an iterable of documents; it returned None"),
+        (lambda: None, {}, "the function must return an iterable of documents, .*; it returned None"),
     ],
     "pack_tree": [
         ([], None, "got 0 sequences and labels for 0; pass at least one sequence"),

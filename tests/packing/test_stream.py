@@ -155,7 +155,7 @@ def test_ranks_share_bins(ranks, count, window):
 # options before and after -> what the refusal says
 SETTINGS = [
     ({}, {"capacity": 200}, "the tokens of a row was 100 and is 200"),
-    ({}, {"window": 8, "max_items": 2}, "max_items was 2147483647 and is 2; window was 16 and is 8"),
+    ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
     (
         {"num_replicas": 2, "rank": 0},
         {"num_replicas": 3, "shard": False},
@@ -179,6 +179,58 @@ def test_states_of_other_settings(before, after, message):
             source.load_state_dict(other)
     assert source.state_dict() == state
     assert message.startswith("the documents") or again.state_dict() == unchanged
+
+
+# values of a state -> others
+DAMAGES = [
+    *({"before": value} for value in (-1, 1, float("nan"), 10**9)),
+    *({"checked": value} for value in ([], {})), *({"num_bins": value} for value in (2, True, 4)),
+    {"worker": -1}, {"carried": []}, {"first": None}, {"document": "x"}, {"num_tokens": None}, {"source": 0},
+    {"digest": None}, {"capacity": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("source", [list, Counting])
+def test_damaged_states_are_refused(source, damage):
+    stream, again = make(source(DOCUMENTS)), make(source(DOCUMENTS))
+    list(islice(stream, 3))
+    state = stream.state_dict()
+    with pytest.raises(ValueError, match=r"the state is damaged.*Begin a new pass"):
+        again.load_state_dict({**state, **damage})
+    assert again.state_dict() == make(source(DOCUMENTS)).state_dict(), "unchanged"
+    again.load_state_dict(pickle.loads(pickle.dumps(json.loads(json.dumps(state, sort_keys=True)))))
+    assert again.state_dict() == state
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, lambda: iter(DOCUMENTS)])
+def test_states_of_documents_with_a_state_are_not_for_others(documents):
+    stream, again = make(Counting()), make(documents)
+    list(islice(stream, 90))
+    again.load_state_dict(stream.state_dict())
+    with pytest.raises(
+        ValueError, match=r"documents with load_state_dict, .* and (list|list_iterator) has none\. Pass"
+    ):
+        next(iter(again))
+
+
+@pytest.mark.parametrize("read", [iter, lambda rows: (row for row in rows), lambda rows: chain(rows)])
+def test_a_function_makes_a_new_iterator_in_each_call(read):
+    rows = read(DOCUMENTS)
+    stream, again = make(lambda: rows), make(lambda: read(DOCUMENTS))
+    assert list(stream) == list(again) == list(again)
+    with pytest.raises(ValueError, match="make a new iterator in each call; it returned <"):
+        list(stream)
+
+
+def test_the_epoch_has_a_range():
+    stream = make()
+    stream.set_epoch(2**63 - 1)
+    with pytest.raises(
+        ValueError, match="epoch must be an integer from 0 to 9223372036854775807; got 18446744073709551616"
+    ):
+        stream.set_epoch(2**64)
+    assert stream.epoch == 2**63 - 1
 
 
 def test_states_after_reading_failed_and_with_less_reading():

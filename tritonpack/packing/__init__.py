@@ -13,7 +13,9 @@ from tritonpack.packing.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.units import Units
 from tritonpack.packing.vision.collator import VisionPackingCollator
+from tritonpack.removed import names_of
 
+__getattr__ = names_of(__name__)
 __all__ = [
     "BinDataset",
     "MultipackBatchSampler",

@@ -93,6 +93,7 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         remedy = " If a length is missing (NaN), measure it or remove its document." if array.dtype.kind == "f" else ""
+        remedy = " Of Units pass units.tokens." if hasattr(lengths, "squares") else remedy
         raise ValueError(f"{rule}; got {array.dtype} of shape {array.shape}.{remedy}")
     if not array.size:
         raise ValueError("lengths is empty: there is no document to pack. Pass the tokens of at least one document.")
@@ -108,14 +109,9 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
 
 
 def fit_lengths(
-    lengths: Sequence[int] | NDArray[Any],
-    capacity: int,
-    overlong: Overlong = "error",
-    *,
-    name: str = "capacity",
-    remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
-    noun: str = "document",
-) -> FittedLengths:
+    lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Overlong = "error", *, name: str = "capacity",
+    remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'", noun: str = "document",
+) -> FittedLengths:  # fmt: skip
     """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
 
     Args:

@@ -20,7 +20,7 @@ from tritonpack.packing.lengths import TOKENS, check_integer, count, document_le
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
-from tritonpack.packing.units import Units
+from tritonpack.packing.units import Units, fit_for_sampler
 from tritonpack.removed import OPTIONS, refuse_removed
 
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
@@ -207,7 +207,8 @@ def dataloader(
     if collate_fn is not None and not callable(collate_fn):
         raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
     if collate_fn is not None and (given := [f.name for f in fields(packing) if getattr(packing, f.name) != f.default]):
-        raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
+        names = ", ".join(given).replace("objective", "labels (its objective)")
+        raise ValueError(f"collate_fn makes the batches, so give {names} to the collator itself.")
     collate_fn = packing if collate_fn is None else collate_fn
     collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
     if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
@@ -220,6 +221,8 @@ def dataloader(
     reader = Reader(dataset, lengths, documents, drop_columns, collate)
     longest = None if collate is None else collate.max_document_length
     units = reader.units if longest is None else reader.cut(longest)
+    if collate is None:
+        fit_for_sampler(units, tokens, overlong, can_cut=False)
     _, own_rank = place_in_world(num_replicas, rank, True, group)
     assert own_rank is not None
     rows = MultipackDistributedBatchSampler(

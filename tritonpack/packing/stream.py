@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.collator import is_iterable
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, cut, document_length
-from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes, digest
+from tritonpack.packing.planning.tail import whole_rounds
+from tritonpack.packing.samplers.epochs import NEVER, VERSION, EpochCounter, check_state, describe_changes, digest, seal
 from tritonpack.packing.samplers.ranks import place_in_world
 from tritonpack.removed import refuse_removed
 
@@ -32,6 +34,7 @@ _BEGINNING: dict[str, Any] = {
     "document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [[], [], []], "waiting": [],
     "before": 0, "checked": [], "num_bins": 0, "num_tokens": 0,
 }  # fmt: skip
+_LATEST: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the iterator that a stream read last, if it ends for good
 
 
 def _shared(place: int) -> Any:
@@ -78,7 +81,7 @@ class PackedStream(EpochCounter, IterableDataset):
         """The bins of a pass, in rounds of one for each rank; bins that make no round wait for more."""
         # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
         values, this = self._begin_pass(), self._place
-        ranks, max_items = self.num_replicas, self._options["max_items"]
+        ranks, max_items = self.num_replicas, check_limit(self._options["max_items"], "max_items")
         first, waiting, number, expected = this["first"], this["waiting"], this["before"], [*this["checked"]]
         carried = np.array(this["carried"], dtype=np.int64)
         held: dict[int, Any] = {}  # pieces that aren't in a bin yet, or in a bin to be passed over
@@ -97,7 +100,7 @@ class PackedStream(EpochCounter, IterableDataset):
             first += len(pieces)
             full = waiting + [bins[start:stop].tolist() for start, stop in pairwise(offsets)]
             if is_last:
-                full = _whole_rounds(full, held, ranks)
+                full = whole_rounds(full, held, ranks)
             if not expected:
                 this |= windows[0] | {"checked": [window["checked"] for window in windows]}
             whole = len(full) - len(full) % ranks
@@ -135,13 +138,19 @@ class PackedStream(EpochCounter, IterableDataset):
         self._is_read_by_workers, self._worker = worker is not None, place
         self._go_to(self._place if resumes else _BEGINNING, self.epoch)
         values: Any = self._documents if is_iterable(self._documents) else self._documents()
-        if not is_iterable(values):
-            raise ValueError(f"the function must return an iterable of documents; it returned {values!r:.100}.")
+        if not is_iterable(values) or values is _LATEST.get(self):
+            rule = "the function must return an iterable of documents, and make a new iterator in each call"
+            raise ValueError(f"{rule}; it returned {values!r:.100}.")
+        if type(values).__module__ in ("builtins", "itertools") and isinstance(values, Iterator):
+            _LATEST[self] = values
         if worker is None or worker.id == 0:
             self._begin(epochs_differ=hasattr(values, "set_epoch"))
         if hasattr(values, "set_epoch") and self._sets_epochs:
             values.set_epoch(self.epoch)
         if self._place["source"] is not None:
+            if not hasattr(values, "load_state_dict"):
+                kind = f"load_state_dict, as datasets.IterableDataset, and {type(values).__name__} has none"
+                raise ValueError(f"the state is of documents with {kind}. Pass documents of the same kind.")
             if hasattr(values, "_ex_iterable"):  # of datasets: a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
@@ -208,7 +217,7 @@ class PackedStream(EpochCounter, IterableDataset):
                 "workers of a DataLoader read this stream, so only torchdata's StatefulDataLoader knows its place."
             )
         place = self._place if self._place_epoch == self.epoch else _BEGINNING
-        return {"version": VERSION, "epoch": self.epoch, "worker": self._worker, **self._options, **place}
+        return seal({"version": VERSION, "epoch": self.epoch, "worker": self._worker, **self._options, **place})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the bin after the last one that the state counts.
@@ -217,10 +226,10 @@ class PackedStream(EpochCounter, IterableDataset):
         from the beginning.
 
         Raises:
-            ValueError: no state of a stream, or one of other options (only `overlong="error"`, by which no document was
-                too long so far, may change); the stream is then unchanged. At the first bin: other documents.
+            ValueError: no state of a stream, a damaged one, or one of other options (only `overlong="error"`, by which
+                no document was too long so far, may change); nothing is changed. At the first bin: other documents.
         """
-        check_state(state, {"version", "epoch", "worker", *self._options, *_BEGINNING}, "PackedStream")
+        check_state(state, {"version", "epoch", "worker", *self._options, *_BEGINNING, "digest"}, "PackedStream")
         settings = self._options | ({"overlong": "error"} if state["overlong"] == "error" else {})
         if changes := describe_changes(state, settings):
             raise ValueError(f"since the state was saved {changes}. Restore these settings, or begin a new pass.")
@@ -278,23 +287,10 @@ def pack_stream(
     options = {
         "capacity": check_integer(capacity, "capacity"), "window": check_integer(window, "window"),
         "overlong": check_choice(overlong, get_args(Overlong), "overlong"),
-        "max_items": check_limit(max_items, "max_items"), "num_replicas": ranks, "rank": rank,
+        "max_items": None if max_items is None else check_limit(max_items, "max_items"),
+        "num_replicas": ranks, "rank": rank,
     }  # fmt: skip
 
     from tritonpack.packing.heuristics import pack_window  # imports numba, which is slow
 
     return PackedStream(documents, options, pack_window)
-
-
-def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> list[list[int]]:
-    """The last bins, halved until every rank has the same number of them, if they hold enough documents for that."""
-    missing = -len(bins) % ranks
-    if len(bins) + missing > sum(map(len, bins)):
-        return bins
-    for _ in range(missing):
-        tokens = [sum(held[item][1] for item in items) if len(items) > 1 else 0 for items in bins]
-        at = int(np.argmax(tokens))  # the fullest
-        ends = np.cumsum([held[item][1] for item in bins[at]])
-        cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
-        bins = [*bins[:at], bins[at][:cut], bins[at][cut:], *bins[at + 1 :]]
-    return bins

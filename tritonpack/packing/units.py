@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tritonpack.packing.collator import naming, read_sequences
+from tritonpack.packing.collator import is_iterable, naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, TOKENS, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
+from tritonpack.removed import refuse_removed
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,7 @@ class Units:
 
     tokens: NDArray[np.int64]
     squares: NDArray[np.int64]
+    of_documents = staticmethod(lambda lengths: refuse_removed(["of_documents"], "Units"))
 
     def __post_init__(self) -> None:
         tokens, squares = _tokens(self.tokens), np.asarray(self.squares)
@@ -53,11 +55,13 @@ class Units:
     @classmethod
     def of_sequences(cls, lengths: Sequence[Sequence[int] | NDArray[Any]]) -> Units:
         """Units of sequences, from the tokens of the sequences of each; ValueError for no sequence, or an empty one."""
+        if not is_iterable(lengths):
+            raise ValueError(f"lengths must be a list with a list of lengths for each unit; got {lengths!r:.100}.")
         parts = []
         for number, unit in enumerate(lengths):
             with naming(f"unit {number}:"):
                 parts.append(_tokens(unit))
-        return cls.of_counts(np.concatenate(parts), whole_lengths([len(part) for part in parts]))
+        return cls.of_counts(counts=whole_lengths([len(part) for part in parts]), lengths=np.concatenate(parts))
 
     @classmethod
     def of_counts(cls, lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> Units:
@@ -77,6 +81,8 @@ class Units:
 
         `groups` has for each unit its sequences of token ids. ValueError: no sequence, or one without token ids.
         """
+        if not is_iterable(groups):
+            raise ValueError(f"groups must be a list with a list of sequences for each unit; got {groups!r:.100}.")
         sizes = []
         for number, group in enumerate(groups):
             with naming(f"unit {number}, a list of sequences of token ids:"):
@@ -111,7 +117,7 @@ def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
 
 
 def fit_for_sampler(
-    units: Units, capacity: int, overlong: Literal["error", "drop"]
+    units: Units, capacity: int, overlong: Literal["error", "drop"], can_cut: bool = True
 ) -> tuple[NDArray[np.int32], OverlongReport]:
     """The tokens of units, 0 for those that a sampler leaves out; see `fit_lengths`. A sampler can't cut documents."""
     if overlong not in ("error", "drop"):
@@ -119,11 +125,14 @@ def fit_for_sampler(
             f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. Documents aren't cut here: pass "
             "max_document_length, of dataloader and PackingCollator, or split documents first, as pack_dataset does."
         )
-    remedy = "pass overlong='drop', which leaves them out"
-    if units.are_documents:
+    remedy = (
+        f"pass overlong='drop', which leaves them out{'' if can_cut else ', or cut them before, as by dataset.map'}"
+    )
+    if units.are_documents and can_cut:
         remedy += (
-            f"; to truncate pass max_document_length={capacity} to dataloader, or lengths=numpy.minimum(lengths, "
-            f"{capacity}) and PackingCollator(max_document_length={capacity}); to split use pack_dataset"
+            f"; to truncate pass max_document_length={capacity} to dataloader or its PackingCollator, or "
+            f"lengths=numpy.minimum(lengths, {capacity}) and PackingCollator(max_document_length={capacity}); to split "
+            "use pack_dataset"
         )
     report = fit_lengths(units.tokens, capacity, overlong, name="row size", remedy=remedy, noun=units.noun).report
     return np.where(units.tokens <= capacity, units.tokens, 0).astype(np.int32), report
@@ -133,5 +142,6 @@ def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     tokens = whole_lengths(lengths)
     if tokens.max() > MAX_INT32:
         unit = int(np.argmax(tokens > MAX_INT32))
-        raise ValueError(f"a unit has at most {MAX_INT32} tokens; number {unit} has {tokens[unit]}.")
+        rule = f"lengths must be at most {MAX_INT32} tokens; number {unit} has {tokens[unit]}"
+        raise ValueError(f"{rule}. Cut it, or leave it out.")
     return tokens.astype(np.int64)

@@ -98,6 +98,7 @@ WRONG = [  # N = 3, M = 2
       for one in (torch.zeros(4), torch.zeros(2, 3, 5), [1, 2, 3])],
     *[(lambda batch, one=one, kept=kept: batch.logprobs(one, kept=kept), r"of shape \(1, [23], vocab.* of M = 2")
       for kept, size in ((True, 3), (False, 2)) for one in (torch.zeros(1, size, 5), torch.zeros(1, 5 - size))],
+    (lambda batch: batch.logprobs(torch.zeros(1, 3, 3)), "a vocabulary of 3 tokens, and the largest target is 3"),
     (lambda batch: batch.logprobs(torch.zeros(1, 2, 5), kept=1), "kept must be True or False; got int 1"),
     (lambda batch: batch.gather(torch.zeros(1, 3, device="meta")), r"lie on meta and .*batch\.to\('meta'\)"),
     (lambda batch: batch.gather(torch.zeros(1, 3), padded=True), "padded of gather was removed: torch.nn.utils.rnn"),

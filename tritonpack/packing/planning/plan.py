@@ -103,19 +103,10 @@ class Plan:
 
 
 def plan_epoch(
-    lengths: Sequence[int] | NDArray[Any] | Units,
-    capacity: int,
-    num_ranks: int,
-    *,
-    seed: int = 0,
-    epoch: int = 0,
-    objective: Objective = "quadratic",
-    tail: Tail = "drop",
-    least_steps: int = 1,
-    shuffle: bool = True,
-    done: NDArray[np.bool_] | None = None,
-    **removed: Any,
-) -> Plan:
+    lengths: Sequence[int] | NDArray[Any] | Units, capacity: int, num_ranks: int, *, seed: int = 0, epoch: int = 0,
+    objective: Objective = "quadratic", tail: Tail = "drop", least_steps: int = 1, shuffle: bool = True,
+    done: NDArray[np.bool_] | None = None, **removed: Any,
+) -> Plan:  # fmt: skip
     """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
 
     The documents are shuffled, and the steps take them nearly in that order. If a step holds few documents, several

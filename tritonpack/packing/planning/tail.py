@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,3 +155,17 @@ def _fit(tokens: list[int], num_bins: int, capacity: int) -> list[int] | None:
         place = bins.pop()
         room[place] += tokens[len(bins)]
     return None
+
+
+def whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> list[list[int]]:
+    """The last bins, halved until every rank has the same number of them, if they hold enough documents for that."""
+    missing = -len(bins) % ranks
+    if len(bins) + missing > sum(map(len, bins)):
+        return bins
+    for _ in range(missing):
+        tokens = [sum(held[item][1] for item in items) if len(items) > 1 else 0 for items in bins]
+        at = int(np.argmax(tokens))  # the fullest
+        ends = np.cumsum([held[item][1] for item in bins[at]])
+        cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
+        bins = [*bins[:at], bins[at][:cut], bins[at][cut:], *bins[at + 1 :]]
+    return bins

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
-from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.lengths import MAX_INT64, check_integer
 
 NEVER = -1
 VERSION = 5  # of states
@@ -34,8 +34,8 @@ class EpochCounter:
     _was_counted: int = False  # the latest pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; ValueError unless it is an integer of at least 0."""
-        epoch = check_integer(epoch, "epoch", 0, None)
+        """Choose the epoch of the next pass; ValueError unless it is an integer from 0 to 2**63 - 1."""
+        epoch = check_integer(epoch, "epoch", 0, MAX_INT64)
         if not _is_number_of_a_pass():
             self.epoch, self._is_chosen = epoch, True
             return
@@ -150,10 +150,19 @@ def _is_sharded_stateful_pass() -> bool:
 
 
 def check_state(state: Any, names: set[str], owner: str) -> None:
-    """ValueError unless a state has the version of this package and these names."""
+    """ValueError unless a state has the version of this package, these names, and the digest of its values if any."""
     if not isinstance(state, Mapping) or not same(state.get("version"), VERSION) or state.keys() != names:
         remedy = "Resume with the version of tritonpack that saved it, or begin the epoch anew."
         raise ValueError(f"this isn't a state of version {VERSION} of {owner}; got {state!r:.300}. {remedy}")
+    if "digest" in names and not same(state["digest"], seal(state)["digest"]):
+        raise ValueError("the state is damaged: its values aren't those that were saved. Begin a new pass.")
+
+
+def seal(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with a digest of its values, without that of the state of the documents, which may have any form."""
+    source = [state["source"] is None, isinstance(state["source"], Mapping)]
+    values = sorted({**state, "source": source, "digest": None}.items())
+    return {**state, "digest": digest(np.frombuffer(repr(values).encode(), np.uint8))}
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

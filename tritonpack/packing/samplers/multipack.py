@@ -18,6 +18,7 @@ from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.samplers.epochs import EpochSampler, digest
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes, place_in_world
+from tritonpack.removed import refuse_removed
 
 
 class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
@@ -67,23 +68,15 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
     batch_size: int
 
     def __init__(
-        self,
-        sampler: Sampler[int] | Iterable[int],
-        batch_size: int,
-        batch_max_len: int,
-        lengths: Sequence[int] | NDArray[Any],
-        bin_size: int | None = None,
-        packing_efficiency_estimate: float | None = 1.0,
-        drop_last: bool = True,
-        num_count_samples: int = 4,
-        sequential: bool | None = False,
-        group_size: int = 100_000,
-        num_processes: int | None = None,
-        safe_mode: bool | None = True,
-        mp_start_method: str | None = "fork",
-        *,
-        num_replicas: int | None = None,
-    ) -> None:
+        self, sampler: Sampler[int] | Iterable[int], batch_size: int, batch_max_len: int,
+        lengths: Sequence[int] | NDArray[Any], bin_size: int | None = None,
+        packing_efficiency_estimate: float | None = 1.0, drop_last: bool = True, num_count_samples: int = 4,
+        sequential: bool | None = False, group_size: int = 100_000, num_processes: int | None = None,
+        safe_mode: bool | None = True, mp_start_method: str | None = "fork", *, num_replicas: int | None = None,
+        **removed: Any,
+    ) -> None:  # fmt: skip
+        given = (name + "=" * (name in ("seed", "overlong")) for name in removed)
+        refuse_removed(given, "MultipackBatchSampler()")
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:

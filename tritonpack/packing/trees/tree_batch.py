@@ -140,7 +140,7 @@ class TreeBatch:
             kept: the model got `logits_to_keep=batch.logits_to_keep`, and the logits are (1, M, vocabulary).
 
         Raises:
-            ValueError: logits of another shape or on another device.
+            ValueError: logits of another shape or on another device; in host memory, of too small a vocabulary.
         """
         refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
@@ -148,7 +148,12 @@ class TreeBatch:
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
         where = torch.arange(len(scores), device=scores.device) if kept else self.logits_to_keep
-        return list((scores[where, self.targets] - normalizers[where]).split(self.target_counts))
+        try:
+            chosen = scores[where, self.targets]
+        except IndexError:
+            most = f"{scores.shape[-1]} tokens, and the largest target is {int(self.targets.max())}"
+            raise ValueError(f"logits have a vocabulary of {most}. Pass those of the whole vocabulary.") from None
+        return list((chosen - normalizers[where]).split(self.target_counts))
 
     def _check(self, values: Any, name: str, places: int, rest: str = "...") -> None:
         """ValueError unless values are a tensor of shape (1, places, rest) on the batch's device."""
