@@ -49,7 +49,7 @@ def test_an_unknown_option_of_patch() -> None:
 def test_removed_commands_and_their_options(removed: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, *option = removed.split()
     with pytest.raises(SystemExit):
-        main([command, "a.txt", "--capacity", "9", *(f"{one}=2" for one in option)])
+        main([command, "a.txt", "--capacity", "9", "=".join([*option, "2"])])
     assert f"tritonpack {removed} was removed: {COMMANDS[removed]}" in capsys.readouterr().err
 
 

@@ -59,9 +59,12 @@ COMMANDS = {
     "demo-grpo": "in a clone of the repository run make demo-grpo",
     "plan --lookahead": "a step is offered 1% more tokens than it holds",
     "plan --steps-together": "the lengths decide it",
+    "plan --objective cost": "use --objective quadratic, which loads ranks nearly as evenly",
     "plan --model": "costs are computed for a Llama of 8 billion parameters",
     "plan --epochs": "run the command with another --seed for each epoch",
     "plan --out": "--json writes the numbers",
+    "pack --algorithm first_fit": "use --algorithm best_fit, which takes documents in input order, too",
+    "pack --algorithm windowed": "use --algorithm best_fit, which takes documents in input order",
     "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",
     "pack --shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
 }
