@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from tritonpack.packing.collator import naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, TOKENS, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
+from tritonpack.removed import refuse_attributes
 
 
+@refuse_attributes
 @dataclass(frozen=True, eq=False)
 class Units:
     """The sizes of units: of what must share a row, such as a preference pair or the completions of a prompt.
