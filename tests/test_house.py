@@ -32,7 +32,7 @@ ALLOWED = {
     "checks": {"errors"},
     "compilation": {"notices"},
     "kernels": {"checks", "errors", "notices"},
-    "masks": {"checks", "errors", "kernels"},
+    "masks": {"checks", "errors", "kernels", "removed"},
     "options": {"checks", "errors", "masks"},
     "backends": GROUND | {"kernels"},
     "ops": GROUND | {"backends"},

@@ -40,7 +40,8 @@ WRONG = [
     ("plan a.py --capacity 8", "ends in '.py'; lengths are read from"),
     *((f"plan a.json --capacity {bad}", "Invalid value for '--capacity'")
       for bad in (-5, 0, 2**30 + 1, "abc", 2.5)),
-    ("plan a.json --capacity 8 --ranks 0", "Invalid value for '--ranks'"),
+    ("plan a.json --capacity 8 --ranks 0", "Invalid value for '--ranks': 0 is no whole number from 1 to 65536."),
+    ("plan a.json --capacity x", "Invalid value for '--capacity': x is no whole number from 1 to 1073741824."),
     ("plan a.json --capacity 8 --seed -1", "Invalid value for '--seed'"),
     ("plan a.json --capacity 8 --tail wag", "Invalid value for '--tail'"),
     ("plan a.json --capacity 20000", "and --tail drop leaves out what doesn't. Use --tail keep or spread, fewer ranks"),
@@ -53,7 +54,7 @@ WRONG = [
     ("pack lines.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
     ("pack lines.jsonl --capacity 8 --out a.json", "Invalid value for '--out'"),
     ("pack lines.jsonl --capacity 8 --out a.json/b", "--out a.json/b/.packing/rows.arrow can't be written: "),
-    ("pack someone/documents --capacity 8 --out x", "download a dataset of the Hub first: datasets.load_dataset("),
+    ("pack someone/documents --capacity 8 --out x", "the Hub first: datasets.load_dataset(name, split=...).save_"),
     ("pack nowhere.jsonl --capacity 8 --out x", "there is no file or folder nowhere.jsonl"),
     ("pack lines.jsonl --capacity 1 --out x", "(the first: document 0, 3 tokens)"),
     ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "columns are 'input_ids', 'b'; name "),

@@ -141,6 +141,9 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
         (tmp_path / name).mkdir()
     for name in ("a.txt", "empty.jsonl", "empty.arrow", "broken.parquet", "mixed/a.jsonl", "mixed/a.parquet"):
         (tmp_path / name).write_text("broken" * 100 if "broken" in name else "")
+    (tmp_path / "mixed" / "b.jsonl").write_text('{"input_ids": [1]}')
+    (tmp_path / "blank.json").write_text("\n\n")
+    (tmp_path / "numbers.json").write_text("[1, 2]")
     (tmp_path / "link.jsonl").symlink_to("nowhere")
     files = write_files(tmp_path / "files", "jsonl", documents())
     for path, *options, message in [
@@ -149,7 +152,10 @@ def test_wrong_paths_and_files(tmp_path, error, monkeypatch):
         ("a.txt", "has files that end in '.txt'; name files of one format: .arrow"),
         ("*.none", "has no file that can be read"),
         ("mixed", "has files that end in '.jsonl', '.parquet'; name files of one format"),
-        *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow", "empty.jsonl")],
+        *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow")],
+        *[(path, f"{path} holds no document; remove it.") for path in ("empty.jsonl", "blank.json")],
+        ("mixed/*.jsonl", "mixed/a.jsonl holds no document; remove it."),
+        ("numbers.json", "numbers.json can't be read: it holds no mappings with 'input_ids'. Write it again."),
         ("link*", "link.jsonl can't be read: Unable to find"),
         ("splits", "has the splits test, train; name one of them by --split; got None"),
         ("splits", "--split", "dev", "name one of them by --split; got 'dev'"),

@@ -11,7 +11,7 @@ from typing import NoReturn
 from tritonpack.removed import COMMANDS
 
 # Python arguments in messages of tritonpack.packing, such as tail='keep' or columns=input_ids,labels.
-_ARGUMENTS = re.compile(r"\b(objective|overlong|tail|columns|split|out)=('?[\w./-]+(?:,\w+)*'?(?:(?:, | or )'\w+')*)")
+_ARGUMENTS = re.compile(r"\b(objective|overlong|tail|columns|out)=('?[\w./-]+(?:,\w+)*'?(?:(?:, | or )'\w+')*)")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        words = [argument.partition("=")[0] for argument in arguments]
-        for removed in (*words[:1], *(f"{words[0]} {word}" for word in words[1:])):
-            if removed in COMMANDS:
+        words = f"{' '.join(arguments)} ".replace("=", " ")
+        for removed in COMMANDS:
+            if re.match(removed.replace(" ", " (.* )?", 1) + " ", words):
                 raise ValueError(f"tritonpack {removed} was removed: {COMMANDS[removed]}")
         from tritonpack.cli.app import app
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -12,16 +12,24 @@ import tritonpack
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
+
+def _whole(least: int, most: int, *names: str, help: str) -> Any:
+    """An option that takes whole numbers from `least` to `most`."""
+
+    def parse(text: Any) -> int:
+        if str(text).removeprefix("-").isdecimal() and least <= int(text) <= most:
+            return int(text)
+        raise typer.BadParameter(f"{text} is no whole number from {least} to {most}.")
+
+    return Option(*names, parser=parse, metavar=f"{least} to {most}", help=help)
+
+
 # Options that several commands have.
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
-JsonOption = Annotated[
-    Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
-]
-CapacityOption = Annotated[int, Option(min=1, max=2**30, help="Tokens of a row, which one GPU takes per step.")]
-SeedOption = Annotated[int, Option(min=0, max=2**63 - 1, help="Decides the random order.")]
-OverlongOption = Annotated[
-    Literal["error", "truncate", "split", "drop"], Option(help="What to do with documents longer than --capacity.")
-]
+JsonOption = Annotated[Path | None, Option(dir_okay=False, help="Write results as JSON, too; - is standard output.")]
+CapacityOption = Annotated[int, _whole(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
+SeedOption = Annotated[int, _whole(0, 2**63 - 1, help="Decides the random order.")]
+OverlongOption = Annotated[Literal["error", "truncate", "split", "drop"], Option(help="How to treat longer documents.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,11 +66,9 @@ def check_backend(
 @app.command()
 def check(
     model: Annotated[str, Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
-    weights: Annotated[bool, Option("--weights", help="Load the model, on --device, and pack documents on it.")
-                       ] = False,
+    weights: Annotated[bool, Option("--weights", help="Load the model on --device, and pack documents on it.")] = False,
     device: DeviceOption = "auto",
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that comes with the model.")
-                                 ] = False,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")] = False,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Say whether packing a model is exact, refused, or unknown until its weights are loaded.
@@ -81,7 +87,7 @@ def plan(
         "document: whole numbers in a .txt or .npy file, or these or lists of token ids in .json, .jsonl, .parquet, "
         ".csv.")],
     capacity: CapacityOption,
-    num_ranks: Annotated[int, Option("--ranks", min=1, max=2**16, help="GPUs (data-parallel processes).")] = 1,
+    num_ranks: Annotated[int, _whole(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
     objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
         "squared lengths (attention's load) or tokens.")] = "quadratic",
@@ -116,7 +122,7 @@ def pack(
         "chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, Option(min=1, max=1024, help="Processes.")] = 1,
+    jobs: Annotated[int, _whole(1, 1024, help="Processes.")] = 1,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.

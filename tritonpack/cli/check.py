@@ -41,10 +41,9 @@ def examine(*, model: str, weights: bool, device: str, trust_remote_code: bool, 
     """
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: nothing runs without them")
-    where = resolve_device(device)
     require_writable(json, read=Path(model))
     with quiet(), Console(stderr=True).status(f"checking {escape(model)}"):
-        built = load_model(model, where if weights else None, trust_remote_code)
+        built = load_model(model, resolve_device(device) if weights else None, trust_remote_code)
         stock = _run(built) if weights else None
         patched, report = _patched(built, runs=weights)
     kind, dtype = type(built).__name__, str(built.dtype).removeprefix("torch.")

@@ -165,9 +165,7 @@ def packing() -> str:
 
 # All but an experiment, which "auto" never chooses.
 CHECKS: dict[str, Callable[[], str]] = {
-    "versions": versions,
-    "GPU": gpu,
+    "versions": versions, "GPU": gpu,
     **{f"attention: {name}": partial(attention, name) for name in BACKENDS if name != "gluon"},
-    "patched models": models,
-    "packing": packing,
-}
+    "patched models": models, "packing": packing,
+}  # fmt: skip

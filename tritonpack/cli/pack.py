@@ -22,7 +22,6 @@ from tritonpack.packing.rows import Place, choose_columns, packed_dataset
 
 # The endings of files that are read -> the kind, as `datasets.load_dataset` names it.
 KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json"}
-_SHARD_BYTES = 128 * 2**20  # of a file of rows, about
 _CACHE = ".packing"  # a folder of the rows that holds what is done, until they are complete
 
 
@@ -31,8 +30,7 @@ def examine(
     **options: Any,
 ) -> None:  # fmt: skip
     """Pack, print the summary, write it as JSON. The arguments are the command's options."""
-    given = {**locals(), **options}
-    del given["options"]
+    given = {name: value for name, value in locals().items() if name != "options"} | options
     require_writable(json)
     console = console_beside(json)
     if not console.is_terminal:
@@ -55,7 +53,7 @@ def examine(
         for file in out.glob("data-*.arrow"):  # of a process that was killed
             file.unlink()
         processes = None if options["jobs"] == 1 else min(options["jobs"], len(rows))
-        rows.save_to_disk(str(out), max_shard_size=_SHARD_BYTES, num_proc=processes)
+        rows.save_to_disk(str(out), max_shard_size="128MiB", num_proc=processes)
     except ValueError:
         shutil.rmtree(cache)
         if not any(out.iterdir()):
@@ -144,10 +142,15 @@ def _read(file: str, cache: Path) -> Any:
             return datasets.load_from_disk(file)
         if kind == "arrow":
             return datasets.Dataset.from_file(file)
-        return datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
+        found = datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
+        if found.column_names == ["text"] and found.features["text"] != datasets.Value("string"):
+            raise ValueError("it holds no mappings with 'input_ids'")
+        return found
     except Exception as error:  # of datasets or pyarrow, of many kinds by the format
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
             raise cause from None
         reason = " ".join(str(cause).split()) or type(cause).__name__
+        if reason == "StopIteration" or "corresponds to no data" in reason:
+            raise ValueError(f"{file} holds no document; remove it.") from error
         raise ValueError(f"{file} can't be read: {reason.rstrip('.')}. Write it again.") from error

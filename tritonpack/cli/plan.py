@@ -72,15 +72,13 @@ def examine(
     **options: Any,
 ) -> None:  # fmt: skip
     """Read the lengths, plan them in each way, print the table, write the numbers. `options` are for `plan_epoch`."""
-    given = {**locals(), **options}
-    del given["options"]
+    given = {name: value for name, value in locals().items() if name != "options"} | options
     require_writable(json, read=path)
     console = console_beside(json)
     with console.status("reading lengths") as status:
         documents = read_lengths(path, column)
-        fitted = fit_lengths(
-            documents, capacity, overlong, name="--capacity", remedy="pass --overlong truncate, split or drop"
-        )
+        remedy = "pass --overlong truncate, split or drop"
+        fitted = fit_lengths(documents, capacity, overlong, name="--capacity", remedy=remedy)
         tokens, ways = int(documents.sum()), {}
         strategies: dict[str, Any] = {OURS: partial(plan_epoch, **options), **BASELINES}
         for name, strategy in strategies.items():
@@ -181,10 +179,9 @@ def _read_column(path: Path, ending: str, column: str | None) -> NDArray[Any]:
     from pyarrow import compute, csv, dataset, types
 
     formats: dict[str, Any] = {
-        ".csv": dataset.CsvFileFormat(csv.ParseOptions(newlines_in_values=True)),
+        ".csv": dataset.CsvFileFormat(csv.ParseOptions(newlines_in_values=True)), ".parquet": "parquet",
         ".jsonl": dataset.JsonFileFormat(read_options=pyarrow.json.ReadOptions(block_size=2**26)),
-        ".parquet": "parquet",
-    }
+    }  # fmt: skip
     with _parsing(ending):
         table = dataset.dataset(str(path), format=formats[ending])
         names = table.schema.names

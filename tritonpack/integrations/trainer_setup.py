@@ -20,10 +20,11 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.collator import IGNORED_LABEL, TAKEN
 from tritonpack.packing.collator import Objective as LabelObjective
-from tritonpack.packing.loader import Reader, fetch
+from tritonpack.packing.loader import _PASSED_ON, Reader, fetch
 from tritonpack.packing.samplers.epochs import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.patches.compact import Saved
+from tritonpack.removed import OPTIONS, refuse_attributes, refuse_removed
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
 _LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
@@ -41,10 +42,15 @@ _FROM_ARGUMENTS = {
     "epochs": "num_train_epochs",
 }
 _MADE_HERE = ("num_replicas", "rank", "group", "shard", "worker_init_fn")
+_TAKEN = (
+    "labels", "attention", "backend", "unpad", "lengths", "documents", "collate_fn", "objective", "tail", "overlong",
+    "per_token", "drop_columns", "max_document_length", "pad_to_multiple_of", "pad_token_id",
+)  # fmt: skip
 _ACCUMULATED = "gradient_accumulation_steps"
 _ANEW = "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew"
 
 
+@refuse_attributes
 class TrainerSetup(AbstractContextManager["TrainerSetup"]):
     """The handle of a trainer that trains on packed rows. As a context manager it undoes the set-up on leaving.
 
@@ -101,16 +107,12 @@ class TrainerSetup(AbstractContextManager["TrainerSetup"]):
         sharing = getattr(trainer.accelerator.state, "sharing_group", None)
         place = {"num_replicas": trainer.accelerator.num_processes, "rank": trainer.accelerator.process_index}
         loader = dataloader(
-            dataset,
-            self._tokens,
-            **packing,
-            **(place if sharing is None else {"group": sharing}),
-            shard=True,
+            dataset, self._tokens, **packing, **(place if sharing is None else {"group": sharing}), shard=True,
             epochs=epochs,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=place["rank"]),
             **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
-        )
+        )  # fmt: skip
         self._documents = loader.documents
         return loader
 
@@ -184,15 +186,10 @@ class _PackedTrainer(Trainer):
 
 
 def setup(
-    trainer: Trainer,
-    tokens: int,
-    *,
-    labels: LabelObjective | None = None,
-    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
-    backend: Backend = "auto",
-    unpad: bool = True,
+    trainer: Trainer, tokens: int, *, labels: LabelObjective | None = None,
+    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack", backend: Backend = "auto", unpad: bool = True,
     **options: Any,
-) -> TrainerSetup:
+) -> TrainerSetup:  # fmt: skip
     """Let a Trainer train on packed rows of at most `tokens` tokens per rank.
 
         handle = tritonpack.setup(trainer, tokens=32768)
@@ -231,6 +228,9 @@ def setup(
             raise ValueError(f"{name} can't be passed; set {_FROM_ARGUMENTS[name]} in the TrainingArguments.")
         if name in _MADE_HERE:
             raise ValueError(f"{name} can't be passed, because the trainer decides it.")
+    if unknown := sorted(options.keys() - {*_TAKEN, *_PASSED_ON}):
+        refuse_removed([name for name in unknown if name in OPTIONS], "setup()")
+        raise ValueError(f"setup has no option {unknown[0]!r}; it takes {', '.join(_TAKEN)}.")
     if labels is not None:
         check_choice(labels, get_args(LabelObjective), "labels")
     patching = {"attention": attention, "backend": backend, "unpad": unpad}

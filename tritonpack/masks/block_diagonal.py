@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonpack import checks
+from tritonpack import checks, removed
 from tritonpack.checks import Lengths, Reach, Window
 from tritonpack.masks import intervals
 from tritonpack.masks.bounds import OF_KEYS, Bounds, outside_inference_mode
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+@removed.refuse_attributes
 class BlockDiagonalMask(Bounds):
     """An attention mask in which every query sees one contiguous interval of keys.
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from tritonpack.packing.collator import is_iterable, naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, TOKENS, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
-from tritonpack.removed import refuse_removed
+from tritonpack.removed import refuse_attributes
 
 
+@refuse_attributes
 @dataclass(frozen=True, eq=False)
 class Units:
     """The sizes of units: of what must share a row, such as a preference pair or the completions of a prompt.
@@ -38,7 +39,6 @@ class Units:
 
     tokens: NDArray[np.int64]
     squares: NDArray[np.int64]
-    of_documents = staticmethod(lambda lengths: refuse_removed(["of_documents"], "Units"))
 
     def __post_init__(self) -> None:
         tokens, squares = _tokens(self.tokens), np.asarray(self.squares)

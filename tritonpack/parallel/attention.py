@@ -20,6 +20,7 @@ from tritonpack.parallel.exchanges import by_heads, ring
 from tritonpack.parallel.exchanges.call import Call, rows_mask, sink_gradients
 from tritonpack.parallel.exchanges.ulysses import attend_to_heads
 from tritonpack.parallel.layouts import Layout
+from tritonpack.removed import refuse_removed
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
@@ -28,21 +29,10 @@ EXCHANGED = {"auto": by_heads, "all_gather": by_heads, "group_cast": by_heads, "
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockDiagonalMask,
-    layout: Layout,
-    group: GroupLike = None,
-    *,
-    exchange: Exchanges = "auto",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    backend: Backend = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = None, *,
+    exchange: Exchanges = "auto", scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, backend: Backend = "auto", **removed: Any,
+) -> Tensor:  # fmt: skip
     """This rank's rows of `varlen_attention` over the whole batch. Every rank of the group makes the same call.
 
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
@@ -79,6 +69,7 @@ def attend(
             unknown exchange, or an option that it can't compute. A rank whose tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
+    refuse_removed(removed, "attend()")
     whole = dimensions_of(as_ranks(group, dimensions=2), exchange), mask, layout
     q, k, v = autocast(q, k, v)
     checked = check_call(

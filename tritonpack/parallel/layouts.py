@@ -19,10 +19,12 @@ from torch import Tensor
 from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.document_layout import divide_documents
+from tritonpack.removed import refuse_attributes, refuse_removed
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 
 
+@refuse_attributes
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The rows of a batch that each rank owns. Every row has one owner. Shards may differ in length.
@@ -182,7 +184,9 @@ def check_layout_name(name: object) -> None:
     check_choice(name, get_args(LayoutName), "layout")
 
 
-def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int) -> Layout:
+def make_layout(
+    name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int, **removed: Any
+) -> Layout:
     """Divide a batch among ranks. The same arguments give the same layout on every rank.
 
     - "contiguous": one run of rows per rank. Work differs most.
@@ -202,6 +206,7 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
     Raises:
         ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, no ranks.
     """
+    refuse_removed(removed, "make_layout()")
     check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     found = set()

@@ -14,6 +14,7 @@ from tritonpack.checks import check_flag
 from tritonpack.packing.lengths import whole_lengths
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.units import Units
+from tritonpack.removed import refuse_removed
 
 EVEN_LENGTH = 29_446  # of documents whose attention costs as much as all else, in a Llama of 8 billion parameters
 
@@ -66,7 +67,7 @@ class PlanStatistics:
 
 
 def plan_statistics(
-    plan: Plan, lengths: Sequence[int] | NDArray[Any] | Units, *, padded: bool = False
+    plan: Plan, lengths: Sequence[int] | NDArray[Any] | Units, *, padded: bool = False, **removed: Any
 ) -> PlanStatistics:
     """Measure a plan, in time and memory linear in its documents.
 
@@ -81,6 +82,7 @@ def plan_statistics(
         ValueError: lengths that aren't positive integers, no length for a document of the plan, a wrong option, padded
             rows of `Units`.
     """
+    refuse_removed(removed, "plan_statistics()")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be a Plan, such as plan_epoch returns; got {type(plan).__name__}.")
     tokens_of = lengths.tokens if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)

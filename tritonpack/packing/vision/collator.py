@@ -24,7 +24,7 @@ from tritonpack.packing.collator import (
 )
 from tritonpack.packing.lengths import TOKENS
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Column, Family
-from tritonpack.removed import refuse_removed
+from tritonpack.removed import refuse_attributes, refuse_removed
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
@@ -33,6 +33,7 @@ _ROPE = "get_rope_index"  # transformers' name for the method that makes positio
 _TEXT = (TOKENS, LABELS, MASK, *PER_TOKEN)
 
 
+@refuse_attributes
 class VisionPackingCollator:
     """Packs examples with images and videos into one row, as PackingCollator packs text.
 
@@ -64,9 +65,10 @@ their `get_rope_index` returns for the document alone |
     """
 
     def __init__(
-        self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int = 0, per_token: None = None
-    ) -> None:
-        refuse_removed([] if per_token is None else ["per_token="], "VisionPackingCollator")
+        self, model: Any, pad_to_multiple_of: int | None = None, pad_token_id: int = 0, per_token: None = None,
+        **removed: Any,
+    ) -> None:  # fmt: skip
+        refuse_removed(removed if per_token is None else ["per_token="], "VisionPackingCollator")
         self._text = PackingCollator(pad_to_multiple_of, pad_token_id)
         self._config = _configuration(model)
         self.model_type: str = self._config.model_type
