@@ -170,11 +170,9 @@ def dataloader(
         documents: a function of an example that returns its documents, a list of mappings, the same each time: it is
             called to measure examples and again at each loading.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator: a function of a list of
-            examples, or of lists of documents. For units that aren't as long as their documents, as trees, pass
-            `lengths`.
+            examples, or of lists of documents. Pass `lengths` if units aren't as long as their documents, as trees.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, tail, shuffle: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
-            document.
+        objective, tail, shuffle: see MultipackDistributedBatchSampler. By default no document is left out.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank, group: see MultipackDistributedBatchSampler.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
