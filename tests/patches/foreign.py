@@ -380,11 +380,6 @@ CASES = {
         llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(LlamaAttention\)",
         of_instance("model.layers.1.self_attn", attends_by_itself),
     ),
-    "a hook": Case(
-        llama, rf"LlamaForCausalLM {OWN}.*layers\.0 \(LlamaDecoderLayer\)",
-        lambda model, _: model.model.layers[0].register_forward_hook(lambda _, given, output: output.cumsum(1)),
-    ),
-    "a hook that looks": Case(llama, "", lambda model, _: model.lm_head.register_forward_pre_hook(lambda *_: None)),
     "a fused layer": Case(
         llama, rf"{OWN}.*\(LlamaDecoderLayer\)", replaced(LlamaDecoderLayer, "forward", bypass_layers)
     ),

@@ -275,8 +275,9 @@ def test_losses_that_are_not_transformers_own() -> None:
     with tritonpack.patch(model, unpad=True), pytest.raises(ValueError, match="batch_size"):
         model(**batch, logits_to_keep=3)
     model.loss_function = lambda logits, labels, **_: logits.square().mean() + labels.clamp(min=0).sum()
-    rows = rows_of_head(model)
-    with tritonpack.patch(model, unpad=True):
+    with tritonpack.patch(model, unpad=True) as handle:
+        handle.prove()
+        rows = rows_of_head(model)
         model(**batch)
     assert rows == [batch["input_ids"].numel()]
 

@@ -52,6 +52,9 @@ def versions() -> dict[str, dict[str, set[str]]]:
 # Packages that may wrap transformers' forwards; `tests/ecosystem` trains with each.
 TRUSTED_PACKAGES = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
+# Attributes by which a module gets a forward, or a model a loss, in place of its class's.
+OF_INSTANCES = ("forward", "_loss_function")
+
 MASK_MAKERS = [name for name in vars(masking_utils) if name.startswith("create_")]
 
 
@@ -82,13 +85,7 @@ def foreign_modules(model: nn.Module) -> list[nn.Module]:
     kinds = {type(module) for module in modules}
     homes = {home for home in {kind.__module__ for kind in kinds} if _makes_own_masks(home)}
     genuine = {kind for kind in kinds if kind.__module__ in homes and _is_genuine(kind)}
-    return [m for m in modules if type(m) not in genuine or not all(map(comes_from, _own_functions(m)))]
-
-
-def _own_functions(module: nn.Module) -> list[Any]:
-    """Return the functions that a call of a module runs beside the ones of its class; None among them is nothing."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [module.__dict__.get("forward"), module.__dict__.get("_loss_function"), *hooks]
+    return [m for m in modules if type(m) not in genuine or not all(map(comes_from, map(m.__dict__.get, OF_INSTANCES)))]
 
 
 def is_genuine(module: nn.Module, instance: Any = None) -> bool:
