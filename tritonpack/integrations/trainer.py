@@ -32,7 +32,7 @@ class SavedTokensCallback(TrainerCallback):
     - `tokens_given_per_second`, padding and copies included, and `tokens_computed_per_second`.
 
     The last log has all three since `train()` was called, with the prefix `train_`. Tokens are summed over the ranks.
-    With `tritonpack.setup`, which adds this callback, the tokens given are those of padded batches of the same
+    With `tritonpack.setup`, which adds this callback, the tokens given are the tokens of padded batches of the same
     documents, one batch for each packed row, and logs get `packing_efficiency`, too: the share of the rows that holds
     tokens.
 

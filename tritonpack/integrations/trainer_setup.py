@@ -140,7 +140,7 @@ class TrainerSetup(AbstractContextManager["TrainerSetup"]):
 
 
 class _PackedTrainer(Trainer):
-    """What of a Trainer changes: it stands before the trainer's own class while the trainer is set up."""
+    """Changed methods of a Trainer: the class stands before the trainer's own class while the trainer is set up."""
 
     packed_setup: TrainerSetup
 
@@ -208,7 +208,7 @@ def setup(
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator, for losses of one's own. None finds it by
             the model's loss.
-        attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
+        attention, backend, unpad: see `patch`. They replace an earlier patch of the model.
         options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With
             `documents` or `collate_fn` no column is removed. Evaluation keeps the trainer's own collator.

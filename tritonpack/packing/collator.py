@@ -190,7 +190,7 @@ def is_iterable(values: Any) -> bool:
 
 
 def named(example: Any, number: int) -> tuple[bool, list[tuple[str, Any]]]:
-    """Whether an example is a list of documents, and its documents, each after its name for messages."""
+    """Return whether an example is a list of documents, and (name for messages, document) for each."""
     if not isinstance(example, (list, tuple)) or not all(isinstance(document, Mapping) for document in example):
         return False, [(f"document {number}", example)]
     return True, [(f"document {place} of example {number}", document) for place, document in enumerate(example)]

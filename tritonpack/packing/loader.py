@@ -274,7 +274,7 @@ class Reader(Dataset):
             self.counts, self.source = lengths.counts, lengths.source
         else:
             self._measure(lengths)
-        # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
+        # Units of a collator of the user's, such as trees, need not be the sums of lengths.
         self._counts = collate is not None or self.source != _GIVEN
         self._check(first, 0)
 
@@ -345,7 +345,7 @@ class Reader(Dataset):
             )
 
     def _read(self, example: Any, number: int) -> tuple[bool, list[tuple[str, Any]]]:
-        """Whether an example has a list of documents; its documents after their names, without unused columns."""
+        """Return whether an example has a list of documents, and (name, document) for each, without unused columns."""
         if self._documents is None:
             found, made = example, f"example {number}"
         else:

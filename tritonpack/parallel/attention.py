@@ -35,7 +35,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """This rank's rows of `varlen_attention` over the whole batch. Every rank of the group makes the same call.
 
-    Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
+    Outputs and gradients are as in one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So

@@ -53,9 +53,9 @@ class Dimensions:
         return Layout(tuple(rows[ranks.index(rank)] for rank in range(len(ranks))))
 
     def layouts(self, mask: BlockDiagonalMask, layout: Layout) -> tuple[Layout, Layout]:
-        """The layout of the batch among the ranks of `keys`, and of this rank's part among those of `heads`.
+        """The layout of the batch among the ranks of `keys`, and of this rank's part among the ranks of `heads`.
 
-        `layout` is that of the whole group. The result is cached on the mask.
+        `layout` is the layout of the whole group. The result is cached on the mask.
         """
         if self.heads is None or self.keys is None:
             return layout, layout

@@ -143,7 +143,7 @@ def _share_batches(trainer: Any, replica: Replica, context: Any, stack: ExitStac
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as inner:
-            if not prediction_loss_only:  # predictions are those of whole batches
+            if not prediction_loss_only:  # predictions are of whole batches
                 replaced(inner, context, "gather_outputs", True)
             return predicts(model, inputs, prediction_loss_only, *args, **kwargs)
 

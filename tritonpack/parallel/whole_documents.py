@@ -32,7 +32,7 @@ class WholeDocuments:
     """
 
     def __init__(self, batch: PackedBatch, layout: Layout, ranks: Ranks) -> None:
-        """Divide the documents of a batch, whose flattened rows are those of `layout`. Waits for the device.
+        """Divide the documents of a batch, whose flattened rows `layout` divides. Waits for the device.
 
         Raises:
             ValueError: on every rank, if a document has more than LONGEST times a rank's share of the tokens.

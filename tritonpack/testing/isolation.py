@@ -162,7 +162,7 @@ class _Check:
         )
 
     def _moved(self, found: dict[str, list[Tensor]], document: int) -> float:
-        """How far the outputs of the other documents move when one changes."""
+        """Return the largest movement of the other documents' outputs when one document changes."""
         changed = self.parts(self.packed(document))
         others = [i for i in range(len(self.documents)) if i != document]
         pairs = (([x[i] for i in others], [changed[name][i] for i in others]) for name, x in found.items())

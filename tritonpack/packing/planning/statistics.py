@@ -89,7 +89,7 @@ def plan_statistics(
     squares_of = lengths.squares if isinstance(lengths, Units) else tokens_of**2
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):
         most, count = int(plan.items.max()), len(tokens_of)
-        raise ValueError(f"the plan holds document {most}, but there are only {count} lengths. Pass those of the plan.")
+        raise ValueError(f"the plan holds document {most}, but there are {count} lengths. Pass the plan's lengths.")
     if check_flag(padded, "padded") and isinstance(lengths, Units):
         raise ValueError("padded=True needs the lengths of documents: units don't tell their longest sequence.")
 

@@ -285,7 +285,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return len(self) // self._batches_per_step
 
     def efficiency(self) -> float:
-        """The share of the room in the rows of `plan` that holds tokens, without those of filler rows."""
+        """The share of the room in the rows of `plan` that holds tokens; tokens of filler rows don't count."""
         plan = self.plan
         room = plan.num_steps * self.num_replicas * self.batch_max_length
         return float(self._units.tokens[plan.items[: plan.num_documents]].sum() / room) if room else 1.0

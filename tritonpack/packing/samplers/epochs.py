@@ -159,7 +159,7 @@ def check_state(state: Any, names: set[str], owner: str) -> None:
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with a digest of its values, without that of the state of the documents, which may have any form."""
+    """A state with a digest of its values. The documents' own state isn't in it, because it may have any form."""
     source = [state["source"] is None, isinstance(state["source"], Mapping)]
     values = sorted({**state, "source": source, "digest": None}.items())
     return {**state, "digest": digest(np.frombuffer(repr(values).encode(), np.uint8))}

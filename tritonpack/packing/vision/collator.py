@@ -216,7 +216,7 @@ def _read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
                 sizes.setdefault(axis, {})[name] = size
         for axis, of_columns in sizes.items():
             if len(set(of_columns.values())) > 1:
-                raise ValueError(f"has columns of different numbers of {axis}: {of_columns}; pass those of one call.")
+                raise ValueError(f"has columns of different numbers of {axis}: {of_columns}; pass one call's.")
         media[kind] = found
     return media
 

@@ -84,7 +84,7 @@ class Problem:
         return first, noise
 
     def rows(self, name: str, document: int) -> Tensor:
-        """Which rows of an input or a result are a document's, or slack; (T,) bool."""
+        """Return (T,) bool: the rows of an input or a result that are a document's, or slack."""
         lengths = (self.case.seqlens_k if name in ("k", "v", "dk", "dv") else None) or self.case.seqlens
         owners = [number for number, n in enumerate(lengths) for _ in range(n)] + [SLACK] * self.case.slack
         return torch.tensor(owners, device=self.inputs.q.device) == document
@@ -247,7 +247,7 @@ def _exact(problem: Problem, found: dict[str, Tensor]) -> str:
 def _change_rows(
     problem: Problem, document: int, value: float, what: str, before: dict[str, Tensor], noise: dict[str, float]
 ) -> dict[str, Tensor]:
-    """Overwrite the rows of one document; return the results, after a check that those of all other rows are kept."""
+    """Overwrite the rows of one document; return the results, after a check that all other rows keep theirs."""
     changed = {name: getattr(problem.inputs, name).clone() for name in ROWS}
     for name, x in changed.items():
         x[problem.rows(name, document)] = value
