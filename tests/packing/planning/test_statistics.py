@@ -86,7 +86,7 @@ def test_filler_rows_and_plans_of_nothing():
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([3], {}, "holds document 1, but there are only 1 lengths"),
+        ([3], {}, "holds document 1, but there are 1 lengths"),
         ([3, 0], {}, "document 1 has length 0"),
         (Units([3, 4], [9, 16]), {"padded": True}, "padded=True needs the lengths of documents"),
         ([3, 4], {"plan": []}, "plan must be a Plan, .*; got list"),
