@@ -42,7 +42,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
                    partial(tritonpack.PackingCollator, objective="documents"))),
     (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), re.escape(OPTIONS["first_fit"])),
     (lambda: tritonpack.pack([1], 1, algorithm="windowed"), re.escape(OPTIONS["windowed"])),
-    *((partial(tritonpack.MultipackBatchSampler, [0], 1, 8, [8], **{name: 1}), re.escape(OPTIONS[f"{name}="]))
+    *((partial(tritonpack.MultipackBatchSampler, [0], 1, 8, [8], **{name: 1}),
+       re.escape(OPTIONS[f"{name} of MultipackBatchSampler()"]))
       for name in ("seed", "overlong")),
     (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), re.escape(OPTIONS["cost_model"])),
 ]  # fmt: skip

@@ -75,8 +75,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         safe_mode: bool | None = True, mp_start_method: str | None = "fork", *, num_replicas: int | None = None,
         **removed: Any,
     ) -> None:  # fmt: skip
-        given = (name + "=" * (name in ("seed", "overlong")) for name in removed)
-        refuse_removed(given, "MultipackBatchSampler()")
+        refuse_removed(removed, "MultipackBatchSampler()")
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
