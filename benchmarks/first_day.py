@@ -69,7 +69,7 @@ STEPS = (
     Step("machine", 90, "the device and the versions", "python3 -m benchmarks.gpu.machine", ""),
     Step("compile", 240, "the kernels of the next steps compile, on all cores, before any runs",
          f"{AHEAD} --only causal-bf16 'large-*-bf16' 'gluon-*-bf16' shape- offsets ids transpose parents ends tables "
-         "dense bits"),
+         "dense"),
     Step("launch", 90, "one small case, forward and backward",
          f"{PYTEST} 'tests/gpu/test_gpu.py::test_small_cases[causal-bf16]'"),
     Step("quick", 120, "cases of models' sizes in bfloat16; documents stay apart",
