@@ -53,6 +53,7 @@ WINDOW = r"two integers \(left, right\) of at least -1, .*got "
         ("fa2-batch", {"window_size": (-2, 0)}, WINDOW + r"\(-2, 0\)"),
         ("fa3", {"window_size": (3, -2)}, WINDOW + r"\(3, -2\)"),
         ("fa4", {"window_size": (-1, 3)}, "or None for no limit; got"),
+        ("fa4", {"window_size": (-2, 3)}, "or None for no limit; got"),
         ("fa2-batch", {"softcap": -1.0}, "softcap must be a finite .* above 0, or 0.0 .*-1.0"),
         ("fa2", {"cu_seqlens_q": torch.tensor([0, 5])}, "queries have 1 documents and keys 2"),
         ("fa2", {"cu_seqlens_k": torch.tensor([0, 2, 6])}, "end at most at total_k = 5"),

@@ -83,6 +83,8 @@ def test_the_model_is_unchanged() -> None:
         (llama, {"lengths": (5,)}, "at least two documents"),
         (llama, {"lengths": (4, 0)}, "at least two documents"),
         (llama, {"lengths": [5.0, 3]}, "lengths must hold integers; got "),
+        (llama, {"seed": "0"}, "must be integers; got '0' and None"),
+        (llama, {"vocab_size": -1}, "must be integers; got 0 and -1"),
         (lambda: tritonpack.patch(llama()).model, {"vocab_size": 10**6}, "IndexError.* Give lengths that the model"),
     ],
 )

@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
 
 
 def _call(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    sides = arguments["window_size"]
-    if isinstance(sides, (tuple, list)) and list(sides).count(-1) == 1:  # FlashAttention-4 moves the window
+    sides = arguments["window_size"]  # FlashAttention-4 moves a window with a single -1
+    if isinstance(sides, (tuple, list)) and any(isinstance(x, int) and x < 0 for x in sides) and set(sides) != {-1}:
         raise ValueError(f"window_size must be two sides of at least 0, or None for no limit; got {sides!r}.")
     return attention(arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.checks import as_integers
+from tritonpack.checks import as_integers, is_int
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import measuring, patch
 from tritonpack.patches.proof import one_line
@@ -65,7 +65,7 @@ def check_isolation(
         IsolationError: (an AssertionError) a document saw another one; the message names the layer where that begins.
         UnsupportedModelError: (a ValueError) what isn't a model, or a model that can't be called with random tokens
             alone; the message says what to check instead.
-        ValueError: lengths that aren't integers, fewer than two documents, or an empty one.
+        ValueError: lengths, a seed or a vocab_size that aren't integers, fewer than two documents, or an empty one.
     """
     if not isinstance(model, nn.Module):
         patch(model)  # raises an error that says what it is instead
@@ -74,6 +74,8 @@ def check_isolation(
     lengths = tuple(as_integers(lengths, "lengths").tolist())
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"lengths must hold at least two documents of at least one token; got {lengths}.")
+    if not is_int(seed) or not (vocab_size is None or (is_int(vocab_size) and vocab_size > 1)):
+        raise ValueError(f"seed and vocab_size (above 1) must be integers; got {seed!r} and {vocab_size!r}.")
     ordinary = measuring.ordinary_tokens(model, vocab_size)
     documents, drawn = measuring.draw(ordinary, lengths, seed), measuring.draw(ordinary, lengths, seed + 1)
     following = torch.arange(int(ordinary.max()) + 1, device="cpu").index_copy_(0, ordinary, ordinary.roll(-1))
@@ -89,7 +91,7 @@ def check_isolation(
         raise UnsupportedModelError(
             f"check_isolation couldn't call {name}: {one_line(error)}. It passes random tokens as input_ids, then as "
             "inputs_embeds, and nothing else. Give lengths that the model accepts, check the model inside "
-            f"(check_isolation(model.base_model)), or compare outputs of {name} with those of each document alone."
+            "(check_isolation(model.base_model)), or compare its outputs of documents packed and alone."
         ) from error
     return IsolationReport(lengths, *(max(one) for one in zip(*found, strict=True)))
 
