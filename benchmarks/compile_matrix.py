@@ -106,7 +106,7 @@ def page(rows: Iterable[Row]) -> str:
         "",
         "## Binaries that aren't clean",
         "",
-        "Spills in loops are those of one iteration, summed over the loops.",
+        "Spills in loops count one iteration of each loop.",
         "",
         f"| configuration | {' | '.join(versions)} |",
         "|---" * (1 + len(versions)) + "|",

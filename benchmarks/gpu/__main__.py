@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(map(str, todo)))
         return
     if on_cpu and options.out is None:
-        parser.error("--device cpu needs --out: rows of a CPU don't belong beside those of a GPU.")
+        parser.error("--device cpu needs --out: rows of a CPU don't belong beside rows of a GPU.")
     if not on_cpu and not torch.cuda.is_available():
         raise SystemExit(
             "benchmarks.gpu needs a GPU, and torch sees none here. --device cpu --out DIR tries it without one."

@@ -1,6 +1,6 @@
 """The check of a peer's results, on the tensors that it is timed with.
 
-Results are compared with float64 attention by the rule of `tritonpack.testing`: the error is at most twice that of
+Results are compared with float64 attention by the rule of `tritonpack.testing`: the error is at most twice the error of
 plain attention. A dense reference of a whole batch needs too much memory, so some queries are drawn, and the gradient
 of the output is zero in all other rows. The drawn outputs, dq, and dk and dv of every key then depend on these rows of
 the mask alone.

@@ -349,7 +349,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a trainer of pairs": ({"class": OfPairs, "train_dataset": PAIRS}, {"documents": documents_of},
         r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack"),
     "pairs without documents": ({"train_dataset": PAIRS}, {},
-        "packed rows need documents with input_ids; those of the Trainer have the col"),
+        "packed rows need documents with input_ids; the Trainer's have the col"),
     "a collator of trees": (
         {"train_dataset": PAIRS},
         {"documents": documents_of, "collate_fn": tritonpack.TreeCollator(), "max_document_length": 4},

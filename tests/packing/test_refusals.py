@@ -162,7 +162,7 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "pack_dataset": [
         (DOCUMENTS, {}, r"takes a datasets\.Dataset .* got list\. Make one by .*from_list.*load by dataloader"),
-        (iter(DOCUMENTS), {}, "got list_iterator.*those of a stream by pack_stream"),
+        (iter(DOCUMENTS), {}, "got list_iterator.*rows of a stream by pack_stream"),
         (DOCUMENTS, {"lengths": [3] * 6}, "length or lengths of pack_dataset was removed: .*counts its tokens"),
     ],
     "BinDataset": [

@@ -102,7 +102,7 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
         )
     if not own_form and isinstance(first, Mapping) and "input_ids" not in first:
         raise ValueError(
-            f"packed rows need documents with input_ids; those of the {type(trainer).__name__} have the columns "
+            f"packed rows need documents with input_ids; the {type(trainer).__name__}'s have the columns "
             f"{', '.join(sorted(map(str, first)))}. Tokenize text first. A trainer of preferences makes batches of its "
             "own; for its model use tritonpack.patch(trainer.model, share_prefixes=True)."
         )

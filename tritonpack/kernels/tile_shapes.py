@@ -431,8 +431,8 @@ def small_shared_kib(device: torch.device) -> int | None:
 def current_arch(device: torch.device) -> str:
     """The architecture whose tiles a device uses.
 
-    A GPU without its own uses those of its major version or else of sm_80 (NVIDIA), or of its family (AMD): gfx1100 for
-    gfx11 (RDNA 3 and 3.5), gfx1201 for gfx12 (RDNA 4), gfx942 for CDNA. Of GPUs that use others' tiles,
+    A GPU without tiles uses the tiles of its major version or else of sm_80 (NVIDIA), or of its family (AMD): gfx1100
+    for gfx11 (RDNA 3 and 3.5), gfx1201 for gfx12 (RDNA 4), gfx942 for CDNA. Of GPUs that use others' tiles,
     docs/compile-matrix.md says which ones are compiled. AMD's older GPUs run float32 alone, whose tiles are the same
     everywhere.
     """

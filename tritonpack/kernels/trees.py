@@ -281,7 +281,7 @@ def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Te
 
     Args:
         values: (B, T) integers.
-        kind: "parents" or "ends", as in `BlockDiagonalMask.from_tree` and `from_tree_ends`.
+        kind: "parents", as in `BlockDiagonalMask.from_tree`, or "ends", as in `TreeBatch.tree_ends`.
         left, chunk: from 0 (chunk: from 1) to 2**31 - 1, which means no limit.
     """
     total, row_length = values.numel(), values.shape[1]

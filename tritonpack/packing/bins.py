@@ -153,7 +153,7 @@ def pack(
 def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
     """Martello and Toth's bound L2, in O(documents + capacity); with `max_items`, at least documents / max_items.
 
-    A document above half the capacity needs a bin of its own. Of the others, those of at least a threshold don't fit
+    A document above half the capacity needs a bin of its own. Smaller documents of at least a threshold don't fit
     beside documents above capacity - threshold. They fill the room beside the remaining large ones, and the rest of
     their tokens needs more bins. L2 is the largest number over all thresholds. A 4 doesn't fit beside a 7, so two bins
     hold the 7s, and the three 4s need two more:

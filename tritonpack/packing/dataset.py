@@ -69,7 +69,7 @@ def pack_dataset(
         raise ValueError(
             f"pack_dataset takes a datasets.Dataset without a transform; got {type(dataset).__name__}. Make one by "
             "datasets.Dataset.from_list(documents), from_generator(function), or dataset.map(function). Rows of other "
-            "datasets load by dataloader, and those of a stream by pack_stream."
+            "datasets load by dataloader, and rows of a stream by pack_stream."
         )
     from tritonpack.packing.rows import packed_dataset  # imports datasets
 

@@ -48,7 +48,7 @@ class Ranks:
 
 
 def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
-    """The ranks of a process group, of a DeviceMesh with at most so many dimensions, or (None) of the whole world.
+    """Return the ranks of a process group, a DeviceMesh with at most `dimensions` dimensions, or (None) the world.
 
     Ranks of a mesh of two dimensions are numbered row by row. A mesh that isn't the whole world gets a process group of
     all its ranks at the first call, which every process of the world must make.

@@ -41,9 +41,9 @@ class SequenceParallel:
     ```
 
     Each rank runs the model on its own rows of tokens, embeddings, positions and labels, which are shifted before. The
-    loss is that of all targets, divided by their number or by `num_items_in_batch`. Logits and hidden states are this
-    rank's rows, (1, rows, ...), unless `gather_outputs` is set. `inputs_embeds` get gradients for this rank's rows. A
-    base model that is called without its head shares its batch, too.
+    loss is the sum over all targets, divided by their number or by `num_items_in_batch`. Logits and hidden states are
+    this rank's rows, (1, rows, ...), unless `gather_outputs` is set. `inputs_embeds` get gradients for this rank's
+    rows. A base model that is called without its head shares its batch, too.
 
     The objective is the mean over ranks of their losses. So a loss of your own that every rank computes alike from
     gathered outputs, such as GRPO's or DPO's, needs no change. Sum a loss of which each rank computes a part with

@@ -79,7 +79,7 @@ class Sharding:
 
 
 class _Total(torch.autograd.Function):
-    """(part, ranks) -> the sum over ranks. The gradient of `part` is that of the sum times the number of ranks."""
+    """(part, ranks) -> the sum over ranks. The gradient of `part` is the sum's gradient times the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:

@@ -210,7 +210,7 @@ def _check(trainer: Any, context: Any) -> None:
         raise ValueError(
             f"this Trainer has {what}, and inside of SequenceParallel a model's logits are this rank's rows: a mean "
             "over them would be wrong without an error. Pass SequenceParallel(..., gather_outputs=True), with which "
-            "logits are those of the whole batch."
+            "logits are the whole batch's."
         )
     accelerating = getattr(trainer.args, "accelerator_config", None)
     for option, given, remedy in (

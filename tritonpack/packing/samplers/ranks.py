@@ -35,7 +35,7 @@ def place_among_processes() -> tuple[int, int]:
 def place_in_world(
     num_replicas: int | None, rank: int | None, shard: bool, group: Any = None
 ) -> tuple[int, int | None]:
-    """The number of ranks and the rank of this process (None unless `shard`), by default those of the processes.
+    """Return the number of ranks and this process's rank (None unless `shard`); torch.distributed's by default.
 
     `group` is the group of ranks that share batches and count as one rank; None if every rank has its own.
     """

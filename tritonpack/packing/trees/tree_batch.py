@@ -152,7 +152,7 @@ class TreeBatch:
             chosen = scores[where, self.targets]
         except IndexError:
             most = f"{scores.shape[-1]} tokens, and the largest target is {int(self.targets.max())}"
-            raise ValueError(f"logits have a vocabulary of {most}. Pass those of the whole vocabulary.") from None
+            raise ValueError(f"logits have a vocabulary of {most}. Pass logits of the whole vocabulary.") from None
         return list((chosen - normalizers[where]).split(self.target_counts))
 
     def _check(self, values: Any, name: str, places: int, rest: str = "...") -> None:
