@@ -48,7 +48,6 @@ def test_documents_are_within_the_positions_of_models() -> None:
         assert max(test_models.LENGTHS) <= zoo.tiny_config(name).max_position_embeddings
 
 
-@pytest.mark.slow
 def test_torch_triton_transformers_and_pytest_suffice(tmp_path: Path) -> None:
     """All tests of the tier are found without any other package, and without importing files that have none."""
     (tmp_path / "sitecustomize.py").write_text(ONLY)

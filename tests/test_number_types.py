@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import tritonpack
-from tests.masks.forests import mask_of_ends
 from tests.patches import zoo
 from tests.patches.models import NAMES_OF_CACHE, tiny_model
+from tests.trees import mask_of_ends
 
 WHOLE = (torch.int32, torch.int64)
 DTYPES = (

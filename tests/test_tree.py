@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tests.masks.forests import forests, leaves_of, mask_of_ends, path_of, visible
+from tests.masks.forests import forests, leaves_of, path_of, visible
+from tests.trees import mask_of_ends
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.masks.tree import SLACK
 from tritonpack.testing import CASES, make_inputs

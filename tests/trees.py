@@ -1,11 +1,21 @@
-"""Trees of tokens for measurements: prompts with completions, pairs of answers, an agent's turns."""
+"""Masks of trees, and trees for measurements: prompts with completions, pairs of answers, an agent's turns."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from tritonpack.masks.tree import ROOT
+from tritonpack import BlockDiagonalMask
+from tritonpack.checks import Lengths, Window, check_reach
+from tritonpack.masks.block_diagonal import mask_from_intervals
+from tritonpack.masks.tree import ROOT, forest_intervals
 from tritonpack.testing.cases import Nodes
+
+
+def mask_of_ends(ends: Lengths, window: Window = (-1, -1), chunk_size: int | None = None) -> BlockDiagonalMask:
+    """The mask of the end of each token's subtree, as `tree_ends` of a patched model's call gives it."""
+    return mask_from_intervals(partial(forest_intervals, ends, "ends"), check_reach(window, True, chunk_size))
 
 
 def group(prompt: int, completions: list[int]) -> Nodes:

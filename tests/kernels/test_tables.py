@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.backends.test_tile_table import masks
-from tests.masks.forests import mask_of_ends
+from tests.trees import mask_of_ends
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.backends import tile_table
 from tritonpack.backends import triton as triton_backend

@@ -14,7 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.assertions import assertions, fails
-from tests.masks.forests import forests, mask_of_ends
+from tests.masks.forests import forests
+from tests.trees import mask_of_ends
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels import trees
 from tritonpack.masks.tree import SLACK

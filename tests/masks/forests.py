@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonpack import BlockDiagonalMask
-from tritonpack.checks import Lengths, Window, check_reach
-from tritonpack.masks.block_diagonal import mask_from_intervals
-from tritonpack.masks.tree import ROOT, SLACK, forest_intervals
+from tritonpack.masks.tree import ROOT, SLACK
 from tritonpack.testing.cases import parents_of
 
 settings.register_profile("tritonpack", deadline=None, derandomize=True, database=None, max_examples=40)
@@ -44,11 +39,6 @@ def forests(draw: st.DrawFn, *, slack: bool = True) -> tuple[int, ...]:
     """The parents of a few trees, with tokens outside of them at the end."""
     trees = draw(st.lists(TREES, min_size=1, max_size=4))
     return parents_of(*trees) + (SLACK,) * (draw(st.integers(0, 5)) if slack else 0)
-
-
-def mask_of_ends(ends: Lengths, window: Window = (-1, -1), chunk_size: int | None = None) -> BlockDiagonalMask:
-    """The mask of the end of each token's subtree, as `tree_ends` of a patched model's call gives it."""
-    return mask_from_intervals(partial(forest_intervals, ends, "ends"), check_reach(window, True, chunk_size))
 
 
 def path_of(parents: tuple[int, ...], token: int) -> list[int]:

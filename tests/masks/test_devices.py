@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.masks.forests import mask_of_ends
 from tests.recorded import Recorded
+from tests.trees import mask_of_ends
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 

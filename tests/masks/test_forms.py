@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.masks.forests import forests, mask_of_ends, visible
+from tests.masks.forests import forests, visible
 from tests.masks.random_masks import WINDOWS, distances, random_intervals, random_multimodal_document
+from tests.trees import mask_of_ends
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.masks.intervals import document_starts
 

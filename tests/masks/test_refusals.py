@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.masks.forests import mask_of_ends, visible
+from tests.masks.forests import visible
+from tests.trees import mask_of_ends
 from tritonpack.masks.block_diagonal import BlockDiagonalMask as Mask
 
 INT32 = torch.zeros(3, dtype=torch.int32)
