@@ -170,7 +170,9 @@ def the_first_call_trains(wrap):
         handle, found[proven] = patch(model), []
         wrapped = wrap(model)
         if proven:
+            weights = list(wrapped.parameters())
             handle.prove()
+            assert all(p is q for p, q in zip(weights, wrapped.parameters(), strict=True))
         for step in range(2):
             wrapped.zero_grad()
             wrapped(**own_documents(2 * step + dist.get_rank(), 1 + dist.get_rank())).logits.square().mean().backward()

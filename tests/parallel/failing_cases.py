@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.models import alone_on, is_last, loss_of, make_model, on_ranks, packed, same
+from tests.parallel.models import alone_on, is_last, loss_of, make_known_model, make_model, on_ranks, packed, same
 from tritonpack import SequenceParallel
 
 LIMIT = timedelta(seconds=3)
@@ -84,7 +84,7 @@ def along_dimensions():
     limit._timeout = LIMIT
     override = dict.fromkeys(("across", "within"), ("gloo", limit))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"), backend_override=override)
-    model = make_model()
+    model = make_known_model()
     if is_last():  # the others wait in the next layer
         model.model.layers[0].register_forward_hook(raise_here)
     with ends(), SequenceParallel(model, mesh, exchange=("group_cast", "ulysses")):
@@ -93,7 +93,7 @@ def along_dimensions():
 
 def process_ends():
     """gloo's connection closes for a rank that waits in an exchange."""
-    model = make_model()
+    model = make_known_model()
     if is_last():
         model.model.layers[0].register_forward_hook(lambda *_: os._exit(3))
     with SequenceParallel(model):

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from tests.parallel.models import close, logits_of, make_model, numbers, packed, state_of
+from tests.parallel.models import close, logits_of, make_known_model, make_model, numbers, packed, state_of
 from tritonpack import SequenceParallel, patch
 
 
 def restores(patched):
     """After a batch, an error in the context and an error in a layer."""
-    model = make_model()
+    model = make_known_model()
     if patched:
         patch(model, backend="blocked")
     before = state_of(model)

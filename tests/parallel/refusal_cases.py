@@ -226,7 +226,7 @@ def losses_that_ranks_cannot_share():
         with pytest.raises(UnsupportedModelError, match=r"computes its loss without its loss .*gather_outputs=True"):
             model(**models.padded())
     model = make_model()
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
+    model.loss_function = lambda logits, labels, vocab_size, **_: models.exact_loss(logits, labels, vocab_size)
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels"):
         model(**packed())
 

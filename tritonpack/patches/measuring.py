@@ -254,12 +254,16 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     attributes = [{k: v for k, v in m.__dict__.items() if k not in ("_parameters", "_modules")} for m in modules]
     dicts = [{k: v.copy() for k, v in values.items() if isinstance(v, dict)} for values in attributes]
     parameters = [frozenset(m._parameters) for m in modules]  # FSDP makes attributes with these names
+    weights: list[Any] = [(m, list(m.parameters())) for m in modules if hasattr(m, "reshard")]  # FSDP2's
     for module in modules:
         module.training = False
     try:
         with quiet(), torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        for module, held in weights:
+            if any(p is not q for p, q in zip(held, module.parameters(), strict=True)):
+                module.reshard()  # else an optimizer that is made next would get whole weights
         for module, before, contents, names in zip(modules, attributes, dicts, parameters, strict=True):
             for name in [k for k in module.__dict__ if k not in before and k[0] != "_" and k not in names]:
                 del module.__dict__[name]
