@@ -221,7 +221,7 @@ class Bounds:
     def validate(self) -> Self:
         """Return the mask, or raise ValueError with the first row whose interval lies outside the keys (or queries),
         ends before it begins, or, without trees, begins or ends before the interval above. Waits for the device."""
-        replace(self.to("cpu"))
+        self.to("cpu")._check_values()
         return self
 
 
