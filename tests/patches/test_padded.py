@@ -77,7 +77,7 @@ def test_calls(name: str) -> None:
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("keep", [4, 40, torch.tensor([2, 5, 6])], ids=str)
+@pytest.mark.parametrize("keep", [4, 40, -3, torch.tensor([2, 5, 6])], ids=str)
 def test_logits_to_keep(keep: Any, options: dict[str, bool]) -> None:
     model, batch, found = tiny_model("llama"), padded_batch(1), []
     places = slice(-keep, None) if isinstance(keep, int) else keep
@@ -345,6 +345,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: (x[..., 0].zero_(), x[:, 1:].mul_(2), x.square())[2],
     "reentrant": lambda x: checkpoint(torch.square, x, use_reentrant=True),
     "softmax": lambda x: x[:].float().log_softmax(-1),
+    "operators": lambda x: abs(1 - 2 / (x / 3 + 5)) ** 2 + x % 0.5 + (x.detach() // 7),
 }
 
 

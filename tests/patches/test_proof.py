@@ -260,6 +260,29 @@ def test_threads_wait_for_one_proof(tries: list[Any]) -> None:
     assert (len(outputs), len(tries)) == (4, 1)
 
 
+def test_a_suspended_patch_is_not_proven() -> None:
+    model = Unshown(config())
+    first, second = tritonpack.patch(model, attention="eager"), tritonpack.patch(model)
+    with pytest.raises(ValueError, match="a later patch of this model"):
+        first.prove()
+    second.prove()
+    second.unpatch()
+    first.prove()
+
+
+class Tuples(Unshown):
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **_: Any) -> Any:
+        return super().forward(input_ids, attention_mask, position_ids).to_tuple()
+
+
+def test_a_model_that_always_returns_a_tuple() -> None:
+    model, ids, places = Tuples(config()), torch.arange(3, 11)[None], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    want = model(ids[:, 3:])[0]
+    with tritonpack.patch(model):
+        for options in ({}, {"return_dict": False}):
+            torch.testing.assert_close(model(ids, position_ids=places, **options)[0][:, 3:], want)
+
+
 def test_copies_are_proven() -> None:
     model = tiny_model("llama")
     tritonpack.patch(model)

@@ -146,7 +146,7 @@ class AppliedPatch(parts.Part):
 
 
 def restore(patches: list[AppliedPatch]) -> None:
-    """Apply the patches that have handles; in place of one without handles, those that it suspended and have some."""
+    """Apply each patch that has handles. A patch without handles gives way to the patches that it suspended."""
     for patch in patches:
         if patch.handle_ids:
             patch.apply()

@@ -21,18 +21,10 @@ from tritonpack.patches.configurations import pad_token_of
 from tritonpack.patches.families import MASKS_LABELS, SHIFTING_HEADS, SHIFTS_INPUTS
 from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
-from tritonpack.patches.parse_inputs import DECODER, ENCODER, OFFSETS, cache_of, make_packed_batch, tokens_of
+from tritonpack.patches.parse_inputs import DECODER, ENCODER, LENGTHS, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans
-
-LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
-
-TELL_BOTH = (
-    "Mark documents on both sides: the encoder's by a numbered attention_mask, cu_seq_lens_k, seq_idx or "
-    "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
-    "decoder_position_ids"
-)
 
 
 class EncoderDecoderForward(Pipeline):
@@ -223,7 +215,11 @@ def _cross_mask(decoder: PackedBatch | None, keys: PackedBatch, length: int) -> 
         here, there = int(counts[row]), int(key_counts[row])
         differ = f"row {row} has {here} documents in the decoder and {there} in the encoder"
         if decoder is not None:
-            return f"{differ}. {TELL_BOTH}."
+            return (
+                f"{differ}. Mark documents on both sides: the encoder's by a numbered attention_mask, cu_seq_lens_k, "
+                "seq_idx or position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, "
+                "decoder_seq_idx or decoder_position_ids."
+            )
         return (
             f"a row that continues a cache must have one document on the encoder's side; {differ}. Generate from one "
             "document in each row."

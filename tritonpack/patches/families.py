@@ -48,7 +48,8 @@ COUNT_FROM_PADDING = _names(
     "xlm-roberta xlm-roberta-xl xmod"
 )
 
-# Tables of absolute positions that count the tokens of a row, and ignore position ids.
+# Tables of absolute positions that count the tokens of a row, and ignore position ids: an embedding, which may shift
+# positions by its `offset`, or a module with the table in `weights`.
 POSITION_TABLES = _names(
     "BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding "
     "BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding "
@@ -69,7 +70,7 @@ MIXERS = _names(
     "MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet "
     "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer "
     "RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer "
-    "ZayaCCAProjection xLSTMLayer"
+    "ZayaCCAProjection"
 )
 
 # Model types that compute positions or ALiBi from the padding mask, which must be as wide as their keys.

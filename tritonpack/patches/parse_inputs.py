@@ -20,6 +20,7 @@ from tritonpack.patches.tensor_like import TensorLike
 
 # The arguments that mark documents.
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 TREE = "tree_ends"
 TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "seq_idx")
 DOCUMENT_ARGUMENTS = (*TOKEN_ARGUMENTS, *OFFSETS, TREE)
@@ -37,7 +38,7 @@ _documents_of_pairs = torch.compiler.disable(documents_of_pairs)  # a graph woul
 COUNTED = "tritonpack_counted"
 
 # The arguments that describe a packed row. A row with one document needs none of them.
-PACKING_ARGUMENTS = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
+PACKING_ARGUMENTS = (*LENGTHS, "seq_idx", "decoder_seq_idx", TREE)
 
 # The form that each of these arguments must have.
 FORMS = {
@@ -102,7 +103,7 @@ def check_arguments(arguments: dict[str, Any], model: str, known: Collection[str
             if fits and value.ndim == 1:
                 arguments[name] = value[None]
         else:
-            fits = holds_numbers(value) and (name not in OFFSETS or value.ndim == 1)
+            fits = holds_numbers(value) and (name not in OFFSETS or (value.ndim == 1 and value.numel() > 0))
         if not fits:
             raise ValueError(f"{name} must be {form}; got {describe(value)}.")
     if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
@@ -212,7 +213,7 @@ def make_packed_batch(
                 f"position_ids of shape {tuple(position_ids.shape)} don't fit tokens of shape {tuple(tokens)}."
             )
     marked = arguments.get("cu_seq_lens_q") is not None or arguments.get("seq_idx") is not None
-    boundaries = _boundaries(arguments, tokens, device) if marked else {}
+    boundaries = _boundaries(arguments, mask, tokens, device) if marked else {}
     if ends is not None:
         if others := [*boundaries, *([] if mask is None else ["attention_mask"])]:
             raise ValueError(
@@ -313,17 +314,14 @@ def _places(starts: Tensor) -> str:
     return ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
 
 
-VIRTUAL = (
-    " If inputs_embeds begin with virtual tokens (PEFT's), give each document its own row: these tokens lie before "
-    "rows."
-)
-
-
-def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
+def _boundaries(
+    arguments: dict[str, Any], mask: Tensor | None, shape: torch.Size, device: torch.device
+) -> dict[str, Tensor]:
     """Return the starts of documents, (B, T) bool, by the name of each argument that holds offsets or numbers."""
     cu_q, cu_k, seq_idx = (arguments.get(name) for name in (*OFFSETS, "seq_idx"))
     boundaries = {}
-    virtual = "" if arguments.get("input_ids") is not None else VIRTUAL
+    virtual = " If inputs_embeds begin with virtual tokens (PEFT's), give each document its own row."
+    virtual = "" if arguments.get("input_ids") is not None else virtual
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -343,7 +341,12 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True
-        boundaries["cu_seq_lens_q"] = starts[:-1].view(shape)
+        boundaries["cu_seq_lens_q"] = starts = starts[:-1].view(shape)
+        padding = mask[:, :1] == 0 if mask is not None and mask.shape == shape else False
+        require(
+            (starts[:, :1] | padding).all(),
+            lambda: f"cu_seq_lens_q has a document in two rows of {shape[1]} tokens; begin one where a row begins.",
+        )
     if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
             raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.{virtual}")

@@ -57,9 +57,11 @@ class Patch:
 
         Raises:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.
-            ValueError: the model has no weights yet, or this patch was removed.
+            ValueError: the model has no weights yet, or this patch was removed, or a later patch applies.
         """
         self._require_patched("prove() on the new handle")
+        if not self._applied.active:
+            raise ValueError("a later patch of this model, with other options, applies. Call prove() on its handle.")
         self._applied.proof.prove_now()
 
     def unpatch(self) -> None:

@@ -1,9 +1,10 @@
-"""The stages of a call of a patched model: call -> read -> compact -> (shard) -> run -> lay back -> output.
+"""The stages of a call of a patched model: call -> read -> compact -> run -> lay back -> output.
 
-The model that users call reads the documents from the arguments of its call, and passes them on as `attention_mask`.
-So it doesn't matter which other arguments a head passes on, and a head that computes with the mask gets one of 0 and 1.
-A patched module inside (`base_forward.py`) takes the documents from there, or reads them itself if it is called by
-itself. A call is refused if the model has one result for a whole row and the row holds several documents.
+Inside of `SequenceParallel` one stage, `parallel/shard.py`, takes the place of `read` and `compact`. The model that
+users call reads the documents from the arguments of its call, and passes them on as `attention_mask`. So it doesn't
+matter which other arguments a head passes on, and a head that computes with the mask gets one of 0 and 1. A patched
+module inside (`base_forward.py`) takes the documents from there, or reads them itself if it is called by itself. A call
+is refused if the model has one result for a whole row and the row holds several documents.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Pipeline(InstanceForward):
         return_dict = arguments.get("return_dict")  # PEFT passes None
         if not self.takes_return_dict or (self.module.config.return_dict if return_dict is None else return_dict):
             return run(arguments)
-        return run({**arguments, "return_dict": True}).to_tuple()  # the stages need a mapping
+        output = run({**arguments, "return_dict": True})  # the stages need a mapping
+        return output if isinstance(output, tuple) else output.to_tuple()
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call. The output is a mapping."""
@@ -183,7 +185,7 @@ class Pipeline(InstanceForward):
         if "." in self.path and any(MEDIA_NAMES.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
         keep, (rows, length) = arguments.get("logits_to_keep"), packed_batch.tokens
-        if isinstance(keep, Tensor):
+        if isinstance(keep, Tensor) or (keep or 0) < 0:
             return False
         if labels is None:
             return True

@@ -54,9 +54,8 @@ class LeakError(Exception):
 class Proof:
     """Proves that the heads of a patch, the models that users may call, keep documents apart.
 
-    Each head gets two dicts, for rows (False) and for trees (True). `proven`: whether a call has found it trusted or
-    proven it. `trusted`: whether it was trusted when it was patched, or was proven; torch.compile reads it, because
-    traced code can't run a proof.
+    Each head gets two dicts, for rows (False) and for trees (True). `proven`: calls skip the check from now on.
+    `trusted`: the same for code that torch.compile traces, which can't run a check.
     """
 
     def __init__(self, applied: Any) -> None:
@@ -88,7 +87,7 @@ class Proof:
             self._prove(head, head, trees, tokens.device)
 
     def prove_now(self) -> None:
-        """Prove the heads now."""
+        """Prove the outermost heads now. Their proof counts for the heads inside."""
         outer = [head for head in self.applied.heads if not head.one_result]
         for head in self.applied.heads:
             if any(other is not head and holds(other.module, head.module) for other in outer):

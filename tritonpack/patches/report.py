@@ -49,8 +49,8 @@ class Report:
     def on_device(self, model: nn.Module) -> Report:
         """Return this report with `runs` for the device of the model."""
         runs = "its own attention" if self.attention == "dense" else self.attention
-        kinds = {type(module).__name__ for module in modules_in(model)} - MIXERS
-        if not any("Attention" in name or "Attn" in name for name in kinds):
+        kinds = {type(module).__name__ for module in modules_in(model)}
+        if kinds & MIXERS and not any("Attention" in name or "Attn" in name for name in kinds - MIXERS):
             runs = NO_ATTENTION
         elif self.attention == "tritonpack":
             runs = self.backend

@@ -33,7 +33,7 @@ class TensorLike:
     __hash__ = object.__hash__
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some arguments changed. Cached results are not copied."""
+        """Return a copy with some arguments changed. Other attributes are not copied."""
         return type(self)(**{**{name: getattr(self, name) for name in self.arguments}, **changes})
 
     def to_tensor(self) -> Tensor:
@@ -106,13 +106,13 @@ def _keeps_all(part: Any, size: int) -> bool:
     return part.start in (None, 0, -size) and (part.stop is None or part.stop >= size)
 
 
-def _forward(name: str) -> Any:
-    function = getattr(operator, name)
-    return lambda self, *others: function(self.to_tensor(), *map(as_tensor, others))
+def _forward(name: str, *, reflected: bool = False) -> Any:
+    function, step = getattr(operator, name), -1 if reflected else 1
+    return lambda *values: function(*map(as_tensor, values[::step]))
 
 
-for _name in ("sub", "mul", "and_", "or_", "xor", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+for _name in ("and_", "or_", "xor", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     setattr(TensorLike, f"__{_name.rstrip('_')}__", _forward(_name))
-for _name in ("mul", "and_", "or_", "xor"):
-    setattr(TensorLike, f"__r{_name.rstrip('_')}__", _forward(_name))
-TensorLike.__rsub__ = lambda self, other: other - self.to_tensor()  # type: ignore[attr-defined]
+    setattr(TensorLike, f"__r{_name.rstrip('_')}__", _forward(_name, reflected=True))
+for _name in ("abs", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(TensorLike, f"__{_name}__", _forward(_name))

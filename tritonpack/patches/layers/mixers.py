@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_map
 
 from tritonpack.patches.measuring import apart, half_the_digits
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.parse_inputs import CACHES
+from tritonpack.patches.parse_inputs import CACHES, LENGTHS
 from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents, batches_of, lay_back
 from tritonpack.patches.tensor_like import as_tensor
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}
-ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 # {(class, device type, dtype): whether such layers keep documents apart when they get boundaries}. It depends on the
 # device, because kernels that take boundaries need a GPU.
@@ -42,10 +41,10 @@ class DocumentByDocument(InstanceForward):
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch
-        apart = packed_batch is not None and packed_batch.by_document  # else each row holds one document
-        arguments = {name: x for name, x in self.bound(args, kwargs).items() if name not in ROW_KEYWORDS}
-        arguments |= dict.fromkeys(arguments.keys() & (ROW_ARGUMENTS if apart else {"seq_idx"}))
-        if packed_batch is None or not apart:
+        by_document = packed_batch is not None and packed_batch.by_document  # else each row holds one document
+        arguments = {name: x for name, x in self.bound(args, kwargs).items() if name not in LENGTHS}
+        arguments |= dict.fromkeys(arguments.keys() & (ROW_ARGUMENTS if by_document else {"seq_idx"}))
+        if packed_batch is None or not by_document:
             return self.inner(**tree_map(as_tensor, arguments))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
