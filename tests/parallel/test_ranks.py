@@ -42,6 +42,8 @@ def each_case(size, *modules):
     "refusal: the model and autocast",
     "composition: DDP, two batches per step",
     "composition: DDP, first call",
+    "composition: FSDP2, first call",
+    "composition: FSDP, two batches per step",
     "trainer: own loader",
     "failing: error in forward",
     "refusal: other lengths",
