@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel import models
@@ -48,6 +49,14 @@ def over_all(model, mesh, **options):
 
 def over_world(model, **options):
     return over_all(model, make_mesh("sp"), **options)
+
+
+def layers_whole(model):
+    """FSDP2 that shards the root again after a forward, but not its layers."""
+    mesh = make_mesh("sp")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,7 @@ def the_first_call_trains(wrap):
     for proven in (False, True):
         torch.manual_seed(0)
         model = Unshown(config()).train()
+        model.loss_function = lambda logits, labels, weights: weights  # fails where a proof tries it
         handle, found[proven] = patch(model), []
         wrapped = wrap(model)
         if proven:
@@ -177,6 +187,9 @@ def the_first_call_trains(wrap):
             wrapped.zero_grad()
             wrapped(**own_documents(2 * step + dist.get_rank(), 1 + dist.get_rank())).logits.square().mean().backward()
             found[proven] += [whole(p.grad).clone() for p in wrapped.parameters() if p.grad is not None]
+        with torch.no_grad():
+            wrapped(**own_documents(0, 1))
+        assert all(isinstance(x, DTensor) == isinstance(wrapped, FSDPModule) for x in wrapped.state_dict().values())
     assert len(found[False]) == len(found[True]) > 0
     assert all(map(torch.equal, found[False], found[True]))
 
@@ -276,7 +289,8 @@ CASES = {name: partial(trains_as_one, training) for name, training in TRAININGS.
 for name, wrap in {
     "DDP": DistributedDataParallel,
     "FSDP2": over_world,
-    "FSDP2 that keeps layers whole": partial(over_world, reshard_after_forward=False),
+    "FSDP2 that keeps weights whole": partial(over_world, reshard_after_forward=False),
+    "FSDP2 that keeps layers whole": layers_whole,
 }.items():
     CASES[f"{name}, first call"] = partial(the_first_call_trains, wrap)
     CASES[f"{name}, leak"] = partial(a_leak_is_refused_on_every_rank, wrap)

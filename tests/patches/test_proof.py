@@ -6,10 +6,12 @@ foreign.py has the table of models and of what other libraries do to them.
 import contextlib
 import copy
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,15 +173,19 @@ class Watched(LlamaForCausalLM):
         super().__init__(config)
         self.norm = nn.BatchNorm1d(VOCAB)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("statistics", torch.zeros(2))
+        self.last: Any = None
         self.state: Tensor | None = None
-        self.counts = {"calls": 0}
+        self.counts, self.seen = {"calls": 0}, [0.0]
 
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, **kwargs)
         output.logits = self.norm(output.logits.flatten(0, 1)).view_as(output.logits)
         self.calls += 1
+        self.statistics.data += 1  # torch counts no write
         self.counts["calls"] += 1
-        self.state, self.later = output.logits.detach()[:, -1], 1
+        self.seen.append(random.random() + np.random.rand())
+        self.state, self.later, self._later, self.last = output.logits.detach()[:, -1], 1, 1, output
         return output
 
 
@@ -190,6 +196,8 @@ def trace_of(model: nn.Module) -> Any:
             (m.training, list(m.__dict__), id(m.__dict__.get("state")), m.__dict__.get("counts", {}).copy())
             for m in modules
         ],
+        [(m.seen.copy(), id(m.seen), list(m.last)) for m in modules if isinstance(m, Watched)],
+        (random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]),  # type: ignore[index,union-attr]
         [list(m._forward_hooks.items()) + list(m._forward_pre_hooks.items()) for m in modules],
         [(id(x), id(x.grad), x.tolist(), x.grad is None or x.grad.tolist()) for x in tensors],
         [m.config._attn_implementation for m in modules if isinstance(m, PreTrainedModel)],

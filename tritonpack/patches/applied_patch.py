@@ -105,10 +105,8 @@ class AppliedPatch(parts.Part):
         replaced = [*layers, *images, *self.heads]
         models = {id(part.module): part.module for part in replaced if isinstance(part.module, PreTrainedModel)}
         replicas = [ReplicaRefusal(module, self) for module in models.values()]
-        entry = "init_continuous_batching"  # it makes every manager of transformers
-        managers = [
-            parts.Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)
-        ]
+        init = "init_continuous_batching"  # it makes every manager of transformers
+        managers = [parts.Refusal(m, self.context, CONTINUOUS_BATCHING, init) for m in every if hasattr(type(m), init)]
         virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
         checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
         self.parts: list[parts.Part] = [*names, *checkpoints, *replaced, *replicas, *managers, *virtual]

@@ -88,11 +88,6 @@ class BaseForward(Pipeline):
             output = placement.lay_back_all(output)
         return output
 
-    @torch.compiler.disable
-    def _prepare_outside_of_graphs(self, *call: Any) -> Any:
-        """Call `_prepare` outside of the graph, because it reads lengths, and a graph for these would fit no others."""
-        return self._prepare(*call)
-
     def _prepare(
         self, arguments: dict[str, Any], packed_batch: PackedBatch | None, compiled: bool
     ) -> tuple[PackedBatch | None, PackedBatch | None, list[Placement]]:
@@ -140,6 +135,8 @@ class BaseForward(Pipeline):
         if self.checkpoints is not None:
             self.checkpoints.wrap()
         return packed_batch, layer_batch, placements
+
+    _prepare_outside_of_graphs = torch.compiler.disable(_prepare)  # a graph would fit only the lengths that it reads
 
     def _compact_rows(
         self, packed_batch: PackedBatch, arguments: dict[str, Any]

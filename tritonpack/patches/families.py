@@ -44,8 +44,8 @@ REFUSED = {
 
 # Model types whose position ids begin at padding_idx + 1, as in fairseq.
 COUNT_FROM_PADDING = _names(
-    "camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm "
-    "xlm-roberta xlm-roberta-xl xmod"
+    "camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta "
+    "xlm-roberta-xl xmod"
 )
 
 # Tables of absolute positions that count the tokens of a row, and ignore position ids: an embedding, which may shift
@@ -54,11 +54,10 @@ POSITION_TABLES = _names(
     "BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding "
     "BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding "
     "M2M100SinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding "
-    "SeamlessM4Tv2SinusoidalPositionalEmbedding "
-    "MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding "
-    "MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding "
-    "PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding "
-    "TrOCRSinusoidalPositionalEmbedding"
+    "SeamlessM4Tv2SinusoidalPositionalEmbedding MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding "
+    "MusicgenSinusoidalPositionalEmbedding MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding "
+    "PLBartLearnedPositionalEmbedding PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding "
+    "TrOCRLearnedPositionalEmbedding TrOCRSinusoidalPositionalEmbedding"
 )
 
 # Layers that mix tokens along the row by recurrence or convolution; each document runs by itself.
@@ -66,11 +65,10 @@ MIXERS = _names(
     "BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer "
     "Inkling2DynamicShortConvolution Inkling2LoopDynamicShortConvolution Inkling2LoopShortConvolution "
     "Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer KimiLinearDeltaAttention LaraMiniGatedDeltaNet "
-    "Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer "
-    "MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet "
-    "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer "
-    "RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer "
-    "ZayaCCAProjection"
+    "Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer MiniMaxLightningAttention "
+    "NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
+    "Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention "
+    "Zamba2MambaMixer ZambaMambaMixer ZayaCCAProjection"
 )
 
 # Model types that compute positions or ALiBi from the padding mask, which must be as wide as their keys.

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import logging
 
 from tritonpack import notices
-from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.configurations import special_tokens
 from tritonpack.patches.families import PROMPT_TYPES
 from tritonpack.patches.modules import models_in, modules_in
@@ -223,9 +225,6 @@ def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, af
     return ""
 
 
-LARGE = 2**24  # a buffer with more elements isn't copied; a model that changes one is refused
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the warnings of transformers and tritonpack."""
@@ -239,42 +238,52 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def own_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module without those of modules inside that FSDP2 shards by themselves."""
+    inside = {id(p) for m in modules_in(module) if m is not module and hasattr(m, "reshard") for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in inside]
+
+
 @contextmanager
 def no_trace(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode without compilation; then restore modes, buffers, attributes, hooks and random state.
-
-    Raises:
-        UnsupportedModelError: the model has changed a buffer that is too large to be copied.
-    """
+    """Run in evaluation mode without compilation; then restore modes, buffers, attributes, hooks and random state."""
     modules = list(modules_in(model))
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     buffers = {id(b): b for b in model.buffers() if not b.is_meta and not b.is_inference()}.values()
-    copies = [(b, b._version, b.detach().clone() if b.numel() < LARGE else None) for b in buffers]
-    # FSDP replaces parameters itself. A dict of buffers or hooks stays the same object.
-    attributes = [{k: v for k, v in m.__dict__.items() if k not in ("_parameters", "_modules")} for m in modules]
-    dicts = [{k: v.copy() for k, v in values.items() if isinstance(v, dict)} for values in attributes]
-    parameters = [frozenset(m._parameters) for m in modules]  # FSDP makes attributes with these names
-    weights: list[Any] = [(m, list(m.parameters())) for m in modules if hasattr(m, "reshard")]  # FSDP2's
+    copies = [(b, b.detach().clone()) for b in buffers]
+    # FSDP replaces parameters itself, and makes attributes with their names.
+    left = [(m, {"_parameters", "_modules", *m._parameters}) for m in modules]
+    attributes = [{k: v for k, v in m.__dict__.items() if k not in names} for m, names in left]
+    # Dicts and lists stay the same objects. The hooks of state dicts that FSDP's first forward registers are kept.
+    kinds = dict, list, OrderedDict
+    contents = [{k: v.copy() for k, v in x.items() if type(v) in kinds and "state_dict" not in k} for x in attributes]
+    sharded: list[Any] = [(m, own_weights(m)) for m in modules if hasattr(m, "reshard")]  # by FSDP2
+    random_states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     for module in modules:
         module.training = False
     try:
         with quiet(), torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, held in weights:
-            if any(p is not q for p, q in zip(held, module.parameters(), strict=True)):
-                module.reshard()  # else an optimizer that is made next would get whole weights
-        for module, before, contents, names in zip(modules, attributes, dicts, parameters, strict=True):
-            for name in [k for k in module.__dict__ if k not in before and k[0] != "_" and k not in names]:
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
+        for module, weights in sharded:  # an optimizer that is made next must not get whole weights
+            if any(p is not q for p, q in zip(weights, own_weights(module), strict=True)):
+                module.reshard()
+            if any(p is not q for p, q in zip(weights, own_weights(module), strict=True)):  # its forward has raised
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+                module.set_reshard_after_forward(False, recurse=False)
+        for (module, names), before, content_of in zip(left, attributes, contents, strict=True):
+            for name in [k for k in module.__dict__ if k not in before and k not in names]:
                 del module.__dict__[name]
-            module.__dict__.update({k: v for k, v in before.items() if k not in names})
-            for name, content in contents.items():
+            module.__dict__.update(before)
+            for name, content in content_of.items():
                 before[name].clear()
-                before[name].update(content)
+                if isinstance(content, list):
+                    before[name].extend(content)
+                else:
+                    before[name].update(content)
         torch.clear_autocast_cache()  # else a weight that was cast without gradients would get none
-        with torch.no_grad():
-            for buffer, version, copied in copies:
-                if buffer._version != version and copied is None:
-                    raise UnsupportedModelError(f"{type(model).__name__} changes a large buffer in evaluation mode.")
-                if copied is not None and buffer._version != version:
-                    buffer.copy_(copied)
+        for buffer, copy in copies:
+            buffer.data.copy_(copy)  # a graph may have saved an unchanged buffer, so no version may move

@@ -53,7 +53,7 @@ class Patch:
     def prove(self) -> None:
         """Prove now, and not in the first call, that the model keeps documents apart, unless it is trusted.
 
-        Call it before torch.compile, and on every rank of FSDP. A second call does nothing.
+        Call it before torch.compile and before FSDP's `fully_shard`, or on every rank. A second call does nothing.
 
         Raises:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.

@@ -96,7 +96,10 @@ class Pipeline(InstanceForward):
         inside = self.context.current.outer_batch is not None  # an outer call has read the documents
         arguments = dict(zip(self.positional, args, strict=False)) | kwargs
         if args and len(arguments) != len(args) + len(kwargs):
-            self._refuse_positional(len(args))
+            raise ValueError(
+                f"{self.name} got {len(args)} positional arguments. Its forward takes "
+                f"{', '.join(self.positional) or 'none'}, each once. Pass the others by name."
+            )
         run: Callable[[dict[str, Any]], Any] = self.run
         if self.shard is not None and not inside and self.shard.context.running:
             run = partial(self.shard, self)  # reads on all ranks before it raises on any
@@ -193,13 +196,6 @@ class Pipeline(InstanceForward):
         causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
         fits = isinstance(labels, Tensor) and labels.shape == shape and labels.dtype == torch.int64
         return causal and fits and "ignore_index" not in arguments
-
-    def _refuse_positional(self, given: int) -> None:
-        """Refuse positional arguments that the forward doesn't name, or that are also passed by name."""
-        raise ValueError(
-            f"{self.name} got {given} positional arguments. Its forward takes {', '.join(self.positional) or 'none'}, "
-            "each once. Pass the others by name, so that the patched model knows them."
-        )
 
     def _require_part(self) -> None:
         """Refuse a call if the patched module was replaced by another one that doesn't wrap it."""

@@ -225,7 +225,9 @@ class _Trial:
         arguments |= measuring.as_prompts(self.model, arguments["input_ids"])
         if self.head.name.endswith("ForMultipleChoice"):
             arguments = {name: x[:, None] for name, x in arguments.items()}
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():  # else a seed would wait for the first use of a GPU
+            torch.cuda.manual_seed_all(0)
         return self.run(**arguments)
 
     def parts(self, form: str, documents: Sequence[Tensor]) -> Parts:
