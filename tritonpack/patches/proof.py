@@ -82,7 +82,7 @@ class Proof:
                 )
             return
         sides = (tokens_of(arguments)[0], tokens_of(arguments, "decoder_")[0])
-        tokens = next((x for x in sides if x is not None), None)
+        tokens = next((x for x in sides if isinstance(x, Tensor)), None)
         if tokens is not None and not tokens.is_meta and detect_fake_mode(tokens) is None:
             self._prove(head, head, trees, tokens.device)
 
