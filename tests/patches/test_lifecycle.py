@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.patches.calls import EXACT, alike, alone, call_of, documents, in_thre
 from tests.patches.models import tiny_model
 from tests.patches.zoo import apart
 from tritonpack import UnsupportedModelError
+from tritonpack.patches.parts import AttentionName
 
 UNPAD, SHARE, REFERENCE = {"unpad": True}, {"share_prefixes": True}, {"backend": "reference"}
 # Model types with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and
@@ -219,13 +220,16 @@ class Broken(BaseException):
     """An interrupt. A KeyboardInterrupt would end pytest."""
 
 
-def lines_of(action: Callable[[], Any], last: int = 0) -> int:
-    """Run an action, with an interrupt at the `last` line of tritonpack and of torch's hooks. Return how many ran."""
+def lines_of(action: Callable[[], Any], last: int = 0, functions: Collection[Any] = ()) -> int:
+    """Run an action, with an interrupt at the `last` line of tritonpack and of torch's hooks, or of these functions.
+    Return how many ran."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
         if not any(place in frame.f_code.co_filename for place in ("tritonpack/patches", "torch/nn/modules/module.py")):
+            return None
+        if functions and frame.f_code not in [function.__code__ for function in functions]:
             return None
         count += event == "line"
         if event == "line" and count == last:
@@ -270,6 +274,19 @@ def test_interrupts_of_patch_and_unpatch(name: str, action: str) -> None:
             tritonpack.unpatch(one.model)
         assert state(one.model) == one.before
     assert outcomes == {"patch": {False}, "unpatch": {False, True}, "patch again": {True}}[action]
+
+
+def test_interrupts_at_each_line_that_changes_the_name() -> None:
+    one, functions = Patchable("llama"), (AttentionName.install, AttentionName.remove)
+    last = lines = 0
+    while lines >= last - 1:
+        one.patch()
+        lines = lines_of(lambda: one.patch(**REFERENCE), last, functions)
+        while is_patched(one.model):
+            tritonpack.unpatch(one.model)
+        assert state(one.model) == one.before, f"after line {last}"
+        last += 1
+    assert last > 10
 
 
 HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")

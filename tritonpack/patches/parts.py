@@ -256,10 +256,10 @@ class AttentionName(Part):
         if self.config is None:
             return
         others = _parts_by_config.get(id(self.config), weakref.WeakSet())  # without the parts of copies
-        others.discard(self)
-        if all(other.gone for other in others):
+        if all(other is self or other.gone for other in others):
             self.config._attn_implementation_internal = self.before
             _parts_by_config.pop(id(self.config), None)
+        others.discard(self)  # after the name is back: an interrupt between them would lose it
         self.config = None
 
 
