@@ -199,7 +199,9 @@ class BaseForward(Pipeline):
         mask, outer = arguments.get("attention_mask"), self.context.current.outer_batch if self.outermost else None
         if head is not self and isinstance(mask, PackedBatch):
             return mask
-        (tokens, shape), cache = tokens_of(arguments), cache_of(arguments)
+        ids, cache = arguments.get("input_ids"), cache_of(arguments)
+        tokens = arguments.get("inputs_embeds") if ids is None else ids
+        shape = torch.Size() if tokens is None else tokens.shape if ids is not None else tokens.shape[:-1]
         if head is not self and len(shape) == 3:
             if head.has_choices:
                 flat = {name: x.flatten(0, 1) for name, x in arguments.items() if getattr(x, "shape", ())[:3] == shape}

@@ -17,7 +17,6 @@ from tritonpack.patches.parts import InstanceForward
 
 WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
 
-
 # Python modules whose functions shard rows or keys over ranks. Each rank of a patched model would see only its own
 # tokens.
 ULYSSES = "deepspeed.runtime.sequence_parallel"

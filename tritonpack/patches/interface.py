@@ -240,7 +240,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     NAMES["dense"]: attend_sdpa,
 }
 
-
 # Options of attention that no known tower uses; a tower that uses one is refused.
 NOT_IN_TOWERS = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
 
