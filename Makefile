@@ -21,7 +21,7 @@ help:
 	@echo "make demo-grpo  train on GRPO's prompts and completions in four ways, draw a picture: demo-out/demo-grpo.png"
 	@echo "make quick      a fast part of the tests: the first case of each test of make test, in under a minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
-	@echo "make nightly    the slow tests: every model type, library, layout and GPU; an hour and more"
+	@echo "make nightly    the slow tests: every model type, library, layout and GPU; 40 minutes on two cores"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, shared memory, spills and barriers of every kernel; compiles what has changed"
