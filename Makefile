@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
 TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
-OTHERS := benchmarks ecosystem examples integrations parallel test_docs.py tools virtual_gpu
+OTHERS := benchmarks ecosystem examples integrations parallel test_docs.py test_gpu_tier.py tools virtual_gpu
 # Where kernels run in Triton's interpreter; the nightly tests look everywhere.
 INTERPRETED := backends kernels masks parallel/test_ranks.py test_attention.py test_options.py test_tree.py
 
