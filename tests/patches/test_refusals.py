@@ -54,7 +54,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
      "cu_seq_lens_k must be a one-dimensional int32 or int64 tensor"),
     ({"cu_seq_lens_q": OFFSETS[None]}, r"cu_seq_lens_q must be .*; got \(1, 5\) int32 on cpu"),
     ({"cu_seq_lens_q": OFFSETS[:0]}, r"cu_seq_lens_q must be .*; got \(0,\) int32 on cpu"),
-    ({"input_ids": IDS.view(2, 11), "cu_seq_lens_q": torch.tensor([0, 5, 22])}, "a document in two rows of 11 tokens"),
+    ({"input_ids": IDS.view(2, 11), "cu_seq_lens_q": torch.tensor([0, 5, 22])}, "the end of a row of 11 tokens"),
     ({"seq_idx": torch.zeros(1, 9, dtype=torch.int32)}, "seq_idx has shape"),
     ({"output_attentions": True}, "output_attentions"),
     ({"position_ids": PLACES, "attention_mask": torch.tensor([[1] * 13 + [0] * 2 + [1] * 7])},

@@ -345,7 +345,7 @@ def _boundaries(
         padding = mask[:, :1] == 0 if mask is not None and mask.shape == shape else False
         require(
             (starts[:, :1] | padding).all(),
-            lambda: f"cu_seq_lens_q has a document in two rows of {shape[1]} tokens; begin one where a row begins.",
+            lambda: f"in cu_seq_lens_q a document crosses the end of a row of {shape[1]} tokens. Split it there.",
         )
     if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:

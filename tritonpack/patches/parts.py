@@ -259,7 +259,7 @@ class AttentionName(Part):
         if all(other is self or other.gone for other in others):
             self.config._attn_implementation_internal = self.before
             _parts_by_config.pop(id(self.config), None)
-        others.discard(self)  # after the name is back: an interrupt between them would lose it
+        others.discard(self)  # last: after an interrupt, the name is still known from this part
         self.config = None
 
 

@@ -226,7 +226,7 @@ class _Trial:
         if self.head.name.endswith("ForMultipleChoice"):
             arguments = {name: x[:, None] for name, x in arguments.items()}
         torch.default_generator.manual_seed(0)
-        if torch.cuda.is_initialized():  # else a seed would wait for the first use of a GPU
+        if torch.cuda.is_initialized():  # otherwise torch would keep this seed until a GPU is used
             torch.cuda.manual_seed_all(0)
         return self.run(**arguments)
 

@@ -91,7 +91,7 @@ def check_isolation(
         raise UnsupportedModelError(
             f"check_isolation couldn't call {name}: {one_line(error)}. It passes random tokens as input_ids, then as "
             "inputs_embeds, and nothing else. Give lengths that the model accepts, check the model inside "
-            "(check_isolation(model.base_model)), or compare its outputs of documents packed and alone."
+            "(check_isolation(model.base_model)), or compare its outputs for packed documents and for each alone."
         ) from error
     return IsolationReport(lengths, *(max(one) for one in zip(*found, strict=True)))
 
